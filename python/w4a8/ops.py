@@ -1,10 +1,9 @@
 """The operators of ``torch.ops.w4a8`` with names, types and documentation. The wrappers add no computation.
 
-Common to all: an int4 value v in [-8, 7] is stored as the nibble v + 8, with a zero point z as v + z, an e2m1 number as
-its four bits; ``block_size`` (``group_size``) is the number
-of consecutive input features that share a scale: 16 or a multiple of 32, dividing ``in_features``, or ``in_features``
-itself for channelwise scales. Every violation is a RuntimeError that names the argument, what was given and what was
-expected.
+An int4 value v in [-8, 7] is stored as the nibble v + 8, or v + z with a zero point z. An e2m1 number is stored as its
+four bits. ``block_size`` (``group_size``) is the number of consecutive input features that share a scale:
+``in_features`` for channelwise scales, else 16 or a multiple of 32 that divides ``in_features``. An operator refuses an
+argument with a RuntimeError that names the argument, the given and the expected value.
 """
 
 from enum import IntEnum
@@ -14,18 +13,16 @@ import torch
 
 from w4a8 import compiled
 
-# Of round_weights.
-DEFAULT_EFFORT = 2
-# Of paged_attention: sizes that heads can have, and tokens of a block of the cache, of which a page has whole ones.
-HEAD_SIZES = range(16, 257, 16)
-BLOCK_TOKENS = 64
+DEFAULT_EFFORT = 2  # of round_weights
+HEAD_SIZES = range(16, 257, 16)  # that paged_attention takes
+BLOCK_TOKENS = 64  # tokens of a block in the cache of paged_attention; a page has whole blocks
 
 
 class Activation(IntEnum):
-    """``activation_kind`` of dynamic_4bit_int_moe. g is the gate half of w13, u the other half.
+    """``activation_kind`` of dynamic_4bit_int_moe. g is the gate half of w13, u the up half.
 
-    0 to 3 are one formula, that of SWIGLU_OAI. Where none are given, limit, alpha and beta are infinity, 1 and 0; of
-    SWIGLU_OAI 7, 1.702 and 1. The limit of SWIGLU_STEP is 7.
+    Kinds 0 to 3 compute the formula of SWIGLU_OAI. The defaults of limit, alpha and beta are 7, 1.702 and 1 for
+    SWIGLU_OAI; infinity, 1 and 0 for kinds 0 to 2. The default limit of SWIGLU_STEP is 7.
     """
 
     SILU_GATE_UP = 0  # SiLU(g) * u
@@ -39,12 +36,12 @@ class Activation(IntEnum):
 
 
 class PackedHeader(TypedDict):
-    """What a packed matrix says about itself."""
+    """The header of a packed matrix."""
 
     version: int
     n: int  # out_features
     k: int  # in_features
-    group: int  # equal to k when channelwise
+    group: int  # values of k that share a scale; k when channelwise
     # "float32", "bfloat16", "float16", "e5m3" (float8 scales beside channel scales), "e8m0", "super" (int8 beside
     # super-scales)
     scale_dtype: str
@@ -52,7 +49,7 @@ class PackedHeader(TypedDict):
     values: str  # "int4", "e2m1", "int8", "iq4" or "int6"
     has_zero_points: bool
     has_minimums: bool
-    activation_group: int  # values of k of a row of activations that share a scale; -1: the whole row
+    activation_group: int  # values of k that share a scale in a row of activations; -1: the whole row
     bytes: int  # of the whole packed matrix
 
 
@@ -75,41 +72,41 @@ def dyn_quant_pack_4bit_weight(
     """Packs weights of 4, 6 or 8 bits, scales and bias into the layout every kernel reads (docs/packed_layout.md).
 
     Args:
-        weights: uint8 [N, K/2], low nibble = even k, high nibble = odd k; or [E, N, K/2], a stack of experts. Of int8
-            and int6 [N, K] or [E, N, K], a code a byte; of int6 0 to 63.
+        weights: uint8 [N, K/2], low nibble = even k, high nibble = odd k; or [E, N, K/2], a stack of experts. int8
+            and int6: [N, K] or [E, N, K], one code a byte; int6 codes are 0 to 63.
         scales_zeros: float32, bfloat16 or float16 [N, K / block_size] ([N, 1] channelwise), with a leading E for a
-            stack; packed in the type given. With e2m1 half of a scale must be exact: one below 2**-125 (float16:
-            2**-13) must be even in its last bit. With e2m1 in groups that are multiples of 32, more than one in a row,
-            also float8_e8m0fnu, or its bits as uint8: 2**(b - 127), b from 0 to 254; 255 is its NaN, and refused.
+            stack. Packed scales keep this type. e2m1 needs the exact half of each scale: the last bit of a scale below
+            2**-125 (float16: 2**-13) must be 0. e2m1 in groups of a multiple of 32, several in a row, also takes
+            float8_e8m0fnu, or its bits as uint8: b from 0 to 254 is 2**(b - 127). 255 is NaN and refused.
         bias: floating point [N] ([E, N] for a stack), or None. Kept as float32.
-        block_size: values of k per scale: in_features, or 16 or a multiple of 32 that divides it.
-        in_features: K, even, at most 2**20; 2**19 with zero points, e2m1, iq4, int6 or int8. Of int8 and iq4 block_size
-            is at most 2**16, with zero points 2**15, of int6 2**18.
+        block_size: values of k per scale: in_features, or 16 or a multiple of 32 that divides in_features.
+            At most 2**16 for int8 and iq4, 2**15 for int8 with zero points, 2**18 for int6.
+        in_features: K, even, at most 2**20; 2**19 with zero points, minimums, e2m1, iq4, int6 or int8.
         out_features: N.
-        zero_points: uint8 of the shape of scales_zeros, 0 to 15: the value of a nibble n is (n - zero point) * scale.
-            None: n - 8. Zero points that are all 8 mean the same, but take the room of any others: no value changes the
-            size of what is returned. Of int8 0 to 255; None: n - 128.
-        values: "int4"; or "e2m1": a nibble is a sign, two bits of exponent and one of mantissa, as in MXFP4: 0, 0.5,
-            1, 1.5, 2, 3, 4, 6 and their negatives, without zero points; or "int8": codes have 8 bits;
-            or "iq4": a nibble is an index of -127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113,
-            as in IQ4_NL and IQ4_XS of GGUF, without zero points and minimums; or "int6": codes have 6 bits, and n
-            stands for n - 32, without zero points.
-        channel_scales: floating point [N] ([E, N] for a stack), kept as float32: scales of two levels, as NVFP4 has.
-            Then scales_zeros is float8_e4m3fn, or its bits as uint8, numbers without a sign, and a weight is multiplied
-            by its scale and by the channel scale of its output feature. For a block_size of 16 alone, and int4 or e2m1.
+        zero_points: uint8 of the shape of scales_zeros, 0 to 15 (int8: 0 to 255): a code n stands for
+            (n - zero point) * scale. None: zero points of 8 (int8: 128). Given zero points take room even if all are 8:
+            the size of the result does not depend on values.
+        values: "int4"; "int8": codes have 8 bits; "int6": codes have 6 bits, n stands for n - 32, without zero points;
+            "e2m1": a nibble is a sign, two bits of exponent and one of mantissa, as in MXFP4: 0, 0.5, 1, 1.5, 2, 3, 4,
+            6 and their negatives, without zero points and minimums; "iq4": a nibble is an index of -127, -104, -83,
+            -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113, as in IQ4_NL and IQ4_XS of GGUF, without zero
+            points and minimums.
+        channel_scales: floating point [N] ([E, N] for a stack), kept as float32: the second level of scales, as in
+            NVFP4. A weight is multiplied by its scale and by the channel scale of its output feature. scales_zeros is
+            then float8_e4m3fn, or its bits as uint8, without signs. For int4 or e2m1 in groups of 16, several in a row.
         activation_group: how the operators that multiply quantize activations for this matrix. -1: asymmetrically, one
-            scale for each row. 32, 64 or 128: symmetrically, one scale for so many values of k. That must divide
-            block_size; in_features where block_size is 16 or in_features.
-        minimums: of dtype and shape of scales_zeros, subtracted: a weight is scale * n - minimum (of int8 n - 128
-            instead of n, of int6 n - 32). For int4, int6 and int8 without zero points, in groups of at most 256.
-        super_scales: float16 [N, K / 256] ([E, N, K / 256]): scales of two levels, as the K-quants of GGUF have. Then
-            scales_zeros is int8, and a scale is that times its super-scale. K is a multiple of 256 then, block_size 16,
-            32, 64 or 128, and weights are iq4 or int6, or int4 or int8 without zero points.
-        super_minimums: float16 of the shape of super_scales, for int8 minimums; together with both.
+            scale for each row. 32, 64 or 128: symmetrically, one scale for so many values of k. activation_group must
+            divide block_size, or in_features where block_size is 16 or in_features.
+        minimums: of dtype and shape of scales_zeros. A weight is scale * n - minimum (int8: n - 128 instead of n,
+            int6: n - 32). For int4, int6 and int8 without zero points, in groups of at most 256, not channelwise.
+        super_scales: float16 [N, K / 256] ([E, N, K / 256]): the second level of scales, as in GGUF's K-quants.
+            scales_zeros is then int8, and a scale is the int8 number times its super-scale. K must be a multiple of
+            256, block_size 16, 32, 64 or 128, and weights iq4, int6, or int4 or int8 without zero points.
+        super_minimums: float16 of the shape of super_scales. Given if and only if super_scales and minimums are.
 
     Returns:
-        uint8 [bytes], or [E, bytes]: row e is itself a valid packed matrix. The same on every machine and good for
-        saving; any byte alignment is fine when it is loaded again.
+        uint8 [bytes], or [E, bytes]: row e is itself a valid packed matrix. The bytes are the same on every machine and
+        can be saved. A loaded tensor may have any byte alignment.
     """
     op = torch.ops.w4a8.dyn_quant_pack_4bit_weight.default
     return op(
@@ -132,21 +129,21 @@ def dyn_quant_pack_4bit_weight(
 def dyn_quant_unpack_4bit_weight(
     packed_weights: torch.Tensor, block_size: int, in_features: int, out_features: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The exact inverse of dyn_quant_pack_4bit_weight for int4 without zero points; other kinds are refused.
+    """The inverse of dyn_quant_pack_4bit_weight for int4 with one level of scales, without zero points and minimums.
 
     Args:
         packed_weights: uint8 [bytes] or [E, bytes].
         block_size, in_features, out_features: as given when packing.
 
     Returns:
-        weights uint8 [N, K/2], scales [N, K / block_size] in the dtype they were packed with, and bias float32 [N], or
-        [0] if there was none; all with a leading E for a stack.
+        weights uint8 [N, K/2], scales [N, K / block_size] in the dtype given when packing, and bias float32 [N]; all
+        with a leading E for a stack. Without a bias, [0].
     """
     return torch.ops.w4a8.dyn_quant_unpack_4bit_weight.default(packed_weights, block_size, in_features, out_features)
 
 
 class UnpackedWeights(NamedTuple):
-    """What dyn_quant_pack_4bit_weight was given. A tensor that was not has the shape [0]."""
+    """The arguments of dyn_quant_pack_4bit_weight. A tensor that was not given has the shape [0]."""
 
     weights: torch.Tensor
     scales_zeros: torch.Tensor
@@ -170,7 +167,7 @@ def dyn_quant_unpack_any_4bit_weight(
         block_size, in_features, out_features: as given when packing.
 
     Returns:
-        What was given when packing, bias and channel_scales as float32, float8 scales as uint8.
+        The arguments given when packing; bias and channel_scales as float32, float8 scales as uint8.
     """
     op = torch.ops.w4a8.dyn_quant_unpack_any_4bit_weight.default
     return UnpackedWeights(*op(packed_weights, block_size, in_features, out_features))
@@ -179,7 +176,7 @@ def dyn_quant_unpack_any_4bit_weight(
 def dyn_quant_matmul_4bit(
     inp: torch.Tensor, packed_weights: torch.Tensor, block_size: int, in_features: int, out_features: int
 ) -> torch.Tensor:
-    """``inp @ weights.T + bias`` with inp quantized to int8 on the fly, as the matrix says (docs/numerics.md).
+    """``inp @ weights.T + bias`` with inp quantized to int8 by the matrix's activation_group (docs/numerics.md).
 
     Args:
         inp: float32, bfloat16 or float16 [..., K], any number of leading dimensions, any strides, zero rows allowed.
@@ -187,7 +184,7 @@ def dyn_quant_matmul_4bit(
         block_size, in_features, out_features: as given when packing.
 
     Returns:
-        [..., N] in the dtype of inp. A row with a NaN or an infinity is all NaN and changes no other row.
+        [..., N] in the dtype of inp. A row with a NaN or an infinity becomes a row of NaN and changes no other row.
     """
     return torch.ops.w4a8.dyn_quant_matmul_4bit.default(inp, packed_weights, block_size, in_features, out_features)
 
@@ -199,10 +196,10 @@ def dynamic_per_token_int8_quant(
 
     Args:
         x: float32, bfloat16 or float16 [..., K]; zero rows allowed.
-        use_sym_quant: to signed integers around zero, or to unsigned ones with a zero point.
+        use_sym_quant: True: signed integers around zero; False: unsigned integers with a zero point.
         bits: 2 to 8.
-        activation_group: -1, one scale for each row; or 32, 64 or 128 that divides K: one for so many values, as the
-            operators that multiply quantize rows for a matrix packed with it. Symmetric and 8 bits alone.
+        activation_group: -1: one scale for each row. 32, 64 or 128 that divides K: one scale for so many values, as for
+            a matrix packed with this activation_group. Then use_sym_quant must be True and bits 8.
 
     Returns:
         q [..., K], int8 when symmetric, else uint8; scale [..., 1] in the dtype of x, in groups float32
@@ -229,16 +226,16 @@ def int4_gemm_w4a8(
 
     Args:
         quant_x: int8 or uint8 [..., K], as dynamic_per_token_int8_quant gives it.
-        x_scale: floating point [..., 1]; in groups of 32, 64 or 128 [..., K / group], of which the last two bits of a
-            float32 count as zeros. A packed weight must be packed for that group.
-        x_zero: int32, int8 or int64 [..., 1], in the range of quant_x's dtype; for x_scale in groups zeros.
+        x_scale: floating point [..., 1], or [..., K / group] for groups of 32, 64 or 128. In groups the last two bits
+            of a float32 count as zeros, and a packed weight must be packed with this activation_group.
+        x_zero: int32, int8 or int64 [..., 1], in the range of quant_x's dtype; zeros for x_scale in groups.
         weight: int32 [K/8, N] of any strides, nibble i of word j = value of k = 8 j + i, plus its zero point; or the
-            uint8 [bytes] of dyn_quant_pack_4bit_weight. The int32 form is packed anew by each call; the bits are the
-            same.
-        weight_scale: float32, bfloat16 or float16 [K / group_size, N]. Not read when weight is packed, and may then be
-            empty; as [0, N] it still tells Meta tensors (torch.compile) N.
-        weight_zero_point: integers from 0 to 15: one, or [K / group_size, N]; 8 is symmetric. May be empty when weight
-            is packed, and must be if what is packed is not int4 without zero points.
+            uint8 [bytes] of dyn_quant_pack_4bit_weight. Each call packs the int32 form again. Both forms give the
+            same bits.
+        weight_scale: float32, bfloat16 or float16 [K / group_size, N]. Not read for a packed weight, and may
+            then be empty. The shape [0, N] tells Meta tensors (torch.compile) N.
+        weight_zero_point: integers from 0 to 15: one, or [K / group_size, N]; 8 is symmetric. May be empty for a
+            packed weight; must be empty unless the packed weight is int4 without zero points.
         group_size: values of k per scale, 16 or a multiple of 32 that divides K; -1 or K is channelwise.
         g_idx: None; act-order is not supported.
         bias: floating point [N], or None; added in float32.
@@ -274,22 +271,22 @@ def dynamic_4bit_int_moe(
 
     Args:
         x: float32, bfloat16 or float16 [..., H], T rows in all; zero rows allowed.
-        topk_ids: int32 or int64 [T, k], in [0, E). -1 is a slot that another rank holds: it contributes nothing.
+        topk_ids: int32 or int64 [T, k], in [0, E). -1: the expert is on another rank, the slot adds nothing.
         topk_weights: floating point [T, k].
         w13_packed: uint8 [E, bytes], packed with out_features = I2 and in_features = H.
         w2_packed: uint8 [E, bytes], packed with out_features = H and in_features = I.
         H: hidden size.
         I: intermediate size.
         I2: rows of w13: 2 * I (gated: rows [0, I) are the gate g, [I, 2I) are u) or I (ungated).
-        group_size: block size of both weights; -1 is channelwise.
+        group_size: block size of both weights; -1: both are channelwise; 0: as each packed tensor says.
         apply_router_weight_on_input: the router weight multiplies the input row instead of the output.
         activation_kind: an Activation.
-        limit: above 0, may be infinity; of kinds 0 to 4. None: the kind's own.
-        alpha, beta: finite; of kinds 0 to 3.
+        limit: above 0 or infinity; for kinds 0 to 4. None: the default of the kind.
+        alpha, beta: finite; for kinds 0 to 3. None: the default of the kind.
 
     Returns:
-        The shape and dtype of x. A token's bits depend on nothing but that token: not on the kernel, the number of
-        threads, or the rest of the batch.
+        The shape and dtype of x. A token's bits depend on that token alone, not on the kernel, the number of threads,
+        or the rest of the batch.
     """
     op = torch.ops.w4a8.dynamic_4bit_int_moe.default
     how = (H, I, I2, group_size, apply_router_weight_on_input, int(activation_kind))
@@ -308,24 +305,24 @@ def topk_routing(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Selects the experts of each token, with their weights (docs/numerics.md, section 7).
 
-    Experts are selected by their logits, or with a bias by score + bias. Between equal ones the lower index wins; a NaN
-    counts as the largest.
+    Experts are selected by their logits, or by score + bias if there is a bias. Between equal values the lower index
+    wins. NaN counts as the largest value.
 
     Args:
-        router_logits: float32, bfloat16 or float16 [T, E]; computed with as float32; zero rows allowed.
+        router_logits: float32, bfloat16 or float16 [T, E]; widened to float32; zero rows allowed.
         top_k: experts per token, 1 to E.
         renormalize: divide the weights of a token by their sum.
-        scoring_func: "softmax" (over all experts; with renormalize over the selected), "sigmoid", "sqrtsoftplus" or
-            "identity".
-        num_expert_group: select among the best groups of neighbouring experts only: how many groups there are, a
-            divisor of E. A group counts as its best expert, with a bias as the sum of its two best. None: no groups.
-        topk_group: how many groups are kept; their experts are at least top_k. None without num_expert_group.
+        scoring_func: "softmax" (over all experts, with renormalize over the selected ones), "sigmoid", "sqrtsoftplus"
+            or "identity".
+        num_expert_group: number of groups of neighbouring experts, a divisor of E; None: no groups. The value of a
+            group is that of its best expert; with a bias, the sum of its two best.
+        topk_group: number of best groups to select from, with at least top_k experts. None without num_expert_group.
         routed_scaling_factor: multiplies the weights, last.
         e_score_correction_bias: floating point [E], added to the scores for selecting only, or None.
 
     Returns:
-        topk_weights float32 [T, top_k] and topk_ids int32 [T, top_k], in descending order of what they were selected
-        by. A token's bits depend on nothing but that token: not on the CPU, the number of threads, or the batch.
+        topk_weights float32 [T, top_k] and topk_ids int32 [T, top_k], in descending order of the value that selected
+        them. A token's bits depend on that token alone, not on the CPU, the number of threads, or the batch.
     """
     op = torch.ops.w4a8.topk_routing.default
     return op(
@@ -353,19 +350,19 @@ def paged_attention_write(
 ) -> None:
     """Writes the last tokens of sequences to a paged cache of keys and values (docs/numerics.md section 9).
 
-    A token is quantized once, when it is written: the cache is the same however its tokens were spread over calls.
+    A token is quantized once, when it is written: the split of tokens into calls does not change the cache.
 
     Args:
-        key: float32, bfloat16 or float16 [T, KV, D], D a multiple of 16 up to 256, behind the rotary embedding.
-        value: [T, KV, V] of the same dtype, V likewise.
+        key: float32, bfloat16 or float16 [T, KV, D], D a multiple of 16 up to 256, after the rotary embedding.
+        value: [T, KV, V] of the same dtype, V a multiple of 16 up to 256.
         cache: uint8 or int8 [pages, KV, bytes], changed in place. bytes: attention_block_bytes(kind, D, V) for each 64
-            tokens of a page. What was in it before does not matter.
+            tokens of a page. A new cache may hold any bytes.
         block_table: int32 [B, W]: token t of sequence b is in page block_table[b, t // tokens of a page].
-        seq_lens: int32 [B], the tokens of each sequence, those of this call included.
-        query_start_loc: int32 [B + 1]: the tokens of sequence b are key[query_start_loc[b] : query_start_loc[b + 1]],
-            its last ones.
+        seq_lens: int32 [B], the tokens of each sequence, with the tokens of this call.
+        query_start_loc: int32 [B + 1]: key[query_start_loc[b] : query_start_loc[b + 1]] are the last tokens of
+            sequence b.
         kind: "int8" or "bfloat16".
-        window: what paged_attention will be called with.
+        window: the window that paged_attention will get for this cache.
     """
     op = torch.ops.w4a8.paged_attention_write.default
     op(key, value, cache, block_table, seq_lens, query_start_loc, kind=kind, window=window)
@@ -386,19 +383,19 @@ def paged_attention(
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attention of the last tokens of sequences over a paged cache that has them already.
+    """Attention of the last tokens of sequences over a paged cache, to which these tokens are already written.
 
-    The bits of a row depend on nothing but its sequence: not on the other rows, on chunks or on the number of threads.
+    The bits of a row depend on its sequence alone, not on other rows, on chunks or on the number of threads.
 
     Args:
         query: float32, bfloat16 or float16 [T, H, D]; query head h uses key head h // (H / KV).
         cache, block_table, seq_lens, query_start_loc, kind: as for paged_attention_write.
-        scale: scores are query times key times this.
+        scale: a score is query times key times scale.
         value_size: V; D if None.
-        causal: a token sees itself and those before; otherwise all of its sequence.
-        window: of these the last ones alone, itself included; not causal: so many to both sides. 0: all.
+        causal: a token sees itself and the tokens before; otherwise all tokens of its sequence.
+        window: a token sees itself and window - 1 tokens before (not causal: window - 1 to both sides). 0: all.
         soft_cap: scores become soft_cap * tanh(score / soft_cap). 0: none.
-        sinks: floating point [H], a score in the softmax that has no value, or None.
+        sinks: floating point [H], one more score in the softmax of each head, without a value; or None.
 
     Returns:
         [T, H, V] of the dtype of query. NaN for a row that sees a key or value that is not finite.
@@ -453,12 +450,12 @@ def round_weights(
             finite.
         block_size: values of k per scale: K, or 16 or a multiple of 32 that divides K.
         values: ``int4``, ``e2m1``, ``int6`` or ``int8``.
-        zero_points: a zero point for each group, of int4.
+        zero_points: a zero point for each group; int4 alone.
         scale_dtype: float32 (None) or bfloat16.
-        effort: 0, a rule for each group; 1 or 2, scales and zero points with a smaller error are searched for, which is
-            never more than the rule's.
-        importance: floating point [K], or [E, K]: what the squared error of a weight counts in the search; 0 or more.
-            None, and zeros in all of a group: the weight's magnitude plus the root mean square of its group.
+        effort: 0: a rule for each group. 1 or 2: a search for scales and zero points with a smaller error. The error is
+            never larger than the rule's.
+        importance: floating point [K], or [E, K]: factor of a weight's squared error in the search; finite, 0 or more.
+            If None, or zero in all of a group: the weight's magnitude plus the root mean square of its group.
 
     Returns:
         codes uint8 [..., N, K/2] (int6 and int8: [..., N, K]), scales [..., N, K/block_size], zero_points uint8 of the
@@ -477,21 +474,21 @@ def round_weights(
 
 
 def read_header(data: Any) -> PackedHeader:
-    """What a packed matrix says about itself.
+    """The header of a packed matrix.
 
     Args:
         data: one packed matrix: a contiguous uint8 CPU tensor [bytes], or any object with the buffer protocol (bytes,
             numpy array, memoryview, mmap).
 
     Raises:
-        ValueError: it is not a packed matrix of this version, or it is truncated; says which field is wrong.
+        ValueError: data is not a packed matrix of this version, or is truncated; names the wrong field.
     """
     if isinstance(data, torch.Tensor):
         data = data.numpy()
     return compiled.read_header(data)
 
 
-# Names of the wrappers above that are operators, whose arguments they have.
+# The wrappers above that call the operator of their name, with the same arguments.
 OPERATORS = (
     "dyn_quant_pack_4bit_weight",
     "dyn_quant_unpack_4bit_weight",

@@ -1,1 +1,1 @@
-"""What every part of the package shares: int4 values, parameters, routing, activations. It knows none of its users."""
+"""Code that all parts of the package share. Imports only ``ops`` and ``compiled`` of the package."""

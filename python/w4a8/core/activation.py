@@ -14,7 +14,7 @@ class GateNumbers(NamedTuple):
     beta: float | None = None
 
     def __str__(self) -> str:
-        """Those that are given, for print()."""
+        """The given numbers, for print()."""
         return "".join(f", {name}={value:g}" for name, value in self._asdict().items() if value is not None)
 
 
@@ -22,7 +22,7 @@ OWN_NUMBERS = GateNumbers()
 
 
 class MoEActivation(Enum):
-    """What stands between w13 and w2 (upstream: ``vllm.model_executor.layers.fused_moe.activation``).
+    """The function between w13 and w2 (upstream: ``vllm.model_executor.layers.fused_moe.activation``).
 
     A gated activation takes two rows of w13 per intermediate feature, ``*_no_mul`` one.
     """
@@ -53,10 +53,10 @@ class MoEActivation(Enum):
 
     @classmethod
     def from_str(cls, s: str) -> MoEActivation:
-        """The activation a model's configuration names.
+        """The activation that a model's configuration names.
 
         Args:
-            s: a value of this enum, or ``gelu_pytorch_tanh``, as transformers calls ``gelu_tanh``.
+            s: a value of this enum, or ``gelu_pytorch_tanh``, transformers' name of ``gelu_tanh``.
 
         Raises:
             ValueError: no such activation.
@@ -70,11 +70,11 @@ class MoEActivation(Enum):
 
 
 def as_activation(activation: MoEActivation | str) -> MoEActivation:
-    """The enum member; layers of older vLLM versions hold its string."""
+    """The enum member, also from its string, which layers of older vLLM versions hold."""
     return MoEActivation.from_str(activation) if isinstance(activation, str) else activation
 
 
-# Gated or not is told to the op by I2, so an activation and its *_no_mul relative share a kind.
+# I2 tells the op whether a layer is gated, so an activation and its *_no_mul relative share a kind.
 _KERNEL_KINDS = {
     "silu": 2,
     "swigluoai": 3,
@@ -87,10 +87,10 @@ _KERNEL_KINDS = {
 
 
 def kernel_activation_kind(activation: MoEActivation) -> int:
-    """``activation_kind`` of the op that computes the true formula of an activation.
+    """The ``activation_kind`` with which the op computes the true formula of an activation.
 
-    These are not vLLM's integers (docs/vllm_mirror.md, "Activations"). Packed w13 is always two halves, gate first, so
-    the two SWIGLUOAI layouts are one kind.
+    The kinds are not vLLM's integers (docs/vllm_mirror.md, "Activations"). Packed w13 is always two halves, gate first:
+    both SWIGLUOAI layouts are one kind.
 
     Raises:
         ValueError: not a MoEActivation.

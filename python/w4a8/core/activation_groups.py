@@ -1,24 +1,24 @@
-"""How activations are quantized for a matrix: the one place that decides what it is packed with.
+"""The one place that decides the ``activation_group`` of a packed matrix (docs/numerics.md).
 
-In groups of 32, 64 or 128 values of k a row of activations has one scale each, and int8 values are symmetric; a whole
-row (-1) has one scale, and its int8 values are asymmetric (docs/numerics.md).
+32, 64 or 128: so many values of k of an activation row share a scale, int8 values are symmetric. -1: the whole row has
+one scale, int8 values are asymmetric.
 """
 
 from __future__ import annotations
 
 # One scale for each row.
 PER_TOKEN = -1
-# Of activations that share a scale, the most exact first.
+# Values of k that share a scale, the most exact size first.
 SIZES = (32, 64, 128)
-# Where weights were made for float activations, and nothing else is asked for.
+# For weights that were made for float activations, where the user asks for nothing else.
 DEFAULT_ACTIVATION_GROUP = 32
 
 
 def check_activation_group(asked: int | None, group_size: int | None = None) -> None:
-    """Refuses what no matrix can have, and, if ``group_size`` of the weights is known, what does not divide it.
+    """Refuses an activation group that no matrix can have, or that does not divide a known ``group_size`` of weights.
 
     Raises:
-        ValueError: neither None (the default), -1, 32, 64 nor 128, or one that does not divide ``group_size``.
+        ValueError: ``asked`` is not None (the default), -1, 32, 64 or 128, or does not divide ``group_size``.
     """
     if asked is None:
         return
@@ -32,20 +32,20 @@ def check_activation_group(asked: int | None, group_size: int | None = None) -> 
 
 
 def resolve_activation_group(asked: int | None, group_size: int, columns: int) -> int:
-    """What a matrix is packed with.
+    """The activation group that a matrix is packed with.
 
     Args:
-        asked: -1, 32, 64 or 128; None is :data:`DEFAULT_ACTIVATION_GROUP`, or where that does not fit the next smaller
-            size that does, or else -1.
-        group_size: of its weights: values of k per scale; -1 is channelwise.
+        asked: -1, 32, 64 or 128. None: the largest size up to :data:`DEFAULT_ACTIVATION_GROUP` that fits, or -1 if none
+            fits.
+        group_size: values of k per scale of the weights; -1 is channelwise.
         columns: K.
 
     Raises:
-        ValueError: ``asked`` does not fit; says what does.
+        ValueError: ``asked`` does not fit; lists the sizes that fit.
     """
     check_activation_group(asked)
     group = columns if group_size in (-1, columns) else group_size
-    unit = columns if group == 16 else group  # what the operators want it to divide
+    unit = columns if group == 16 else group  # the operators want a divisor of this number
     if asked is None:
         sizes = (size for size in reversed(SIZES) if size <= DEFAULT_ACTIVATION_GROUP)
         return next((size for size in sizes if unit % size == 0), PER_TOKEN)
@@ -57,12 +57,12 @@ def resolve_activation_group(asked: int | None, group_size: int, columns: int) -
 
 
 def in_words(asked: int | None) -> str:
-    """How activations are rounded of weights that were made for float ones, for a message."""
+    """How activations are rounded for weights that were made for float activations, for a message."""
     group = asked or DEFAULT_ACTIVATION_GROUP
     return "per token" if group == PER_TOKEN else f"in groups of {group}"
 
 
 def _listed(unit: int) -> str:
-    """-1 and the sizes that divide a number, in words."""
+    """-1 and the sizes that divide ``unit``, in words."""
     fitting = [str(size) for size in (PER_TOKEN, *SIZES) if size == PER_TOKEN or unit % size == 0]
     return " or ".join([", ".join(fitting[:-1]), fitting[-1]] if len(fitting) > 1 else fitting)

@@ -1,4 +1,4 @@
-"""The experts of one layer: their sizes, which part of them a rank holds, and the call of the operator."""
+"""The experts of one layer: sizes, the part that a rank holds, and the call of the operator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from w4a8.core.activation_groups import resolve_activation_group
 
 
 def unsupported_width(name: str, features: int, group_size: int) -> str | None:
-    """Why rows of ``features`` codes cannot be packed in groups of ``group_size`` (-1: one), or None."""
+    """Why rows of ``features`` codes cannot be packed in groups of ``group_size`` (-1: one group), or None."""
     if group_size != -1 and features % group_size != 0:
         return f"{name} {features}, which is not a multiple of the group size {group_size}"
     if features % 2 != 0:
@@ -29,7 +29,7 @@ class ExpertSizes:
         intermediate: I, of this rank.
         group_size: input features per scale; -1 is channelwise.
         gated: w13 has a gate half and an up half.
-        w2_group_size: of w2, if it has groups of another size than w13.
+        w2_group_size: group size of w2; None: that of w13.
     """
 
     experts: int
@@ -41,17 +41,17 @@ class ExpertSizes:
 
     @property
     def group_sizes(self) -> dict[str, int]:
-        """Of ``w13`` and ``w2``."""
+        """The group sizes of ``w13`` and ``w2``, by name."""
         return {"w13": self.group_size, "w2": self.group_size if self.w2_group_size is None else self.w2_group_size}
 
     @property
     def operator_group_size(self) -> int:
-        """``group_size`` of ``dynamic_4bit_int_moe``: 0, as the packed tensors say, if the two differ."""
+        """``group_size`` of ``dynamic_4bit_int_moe``: 0 (as each packed tensor says) if w13 and w2 differ."""
         return self.group_size if len(set(self.group_sizes.values())) == 1 else 0
 
     @property
     def w13_rows(self) -> int:
-        """2 I, or I without a gate."""
+        """Rows of w13: 2 I, or I without a gate."""
         return 2 * self.intermediate if self.gated else self.intermediate
 
     @property
@@ -60,14 +60,14 @@ class ExpertSizes:
         return (("w13", self.w13_rows, self.hidden), ("w2", self.hidden, self.intermediate))
 
     def scale_columns(self, columns: int) -> int:
-        """Scales per row of so many columns."""
+        """Scales in a row of ``columns`` columns, in groups of ``group_size``."""
         return 1 if self.group_size == -1 else columns // self.group_size
 
     def activation_groups(self, asked: int | None) -> dict[str, int]:
-        """What each of the two stacks is packed with, by name (:func:`resolve_activation_group`).
+        """The activation group of each of the two stacks, by name (:func:`resolve_activation_group`).
 
         Raises:
-            ValueError: ``asked`` does not fit one; names it.
+            ValueError: ``asked`` does not fit a stack; names the stack.
         """
         found = {}
         for name, _, columns in self.stacks:
@@ -78,7 +78,7 @@ class ExpertSizes:
         return found
 
     def unsupported(self) -> str | None:
-        """Why such experts cannot be packed, in words, or None."""
+        """Why experts of these sizes cannot be packed, in words, or None."""
         names = {"w13": "hidden size", "w2": "intermediate size per partition"}
         groups = self.group_sizes
         found = (unsupported_width(names[stack], columns, groups[stack]) for stack, _, columns in self.stacks)
@@ -86,11 +86,11 @@ class ExpertSizes:
 
 
 def gate_and_up(rows: int, interleaved: bool) -> tuple[slice, slice]:
-    """Which rows of a fused gate and up projection are the gate's, and which are up's.
+    """The gate's rows and the up projection's rows of a fused w13.
 
     Args:
-        rows: 2 I, of both.
-        interleaved: they alternate, gate first, as in gpt-oss; otherwise the gate is the first half.
+        rows: 2 I.
+        interleaved: gate and up rows alternate, gate first, as in gpt-oss; otherwise the gate is the first half.
     """
     if interleaved:
         return slice(0, None, 2), slice(1, None, 2)
@@ -108,15 +108,15 @@ def slice_of_rank(loaded: torch.Tensor, dim: int, size: int, rank: int, ranks: i
 
 
 def determine_expert_map(ep_size: int, ep_rank: int, global_num_experts: int) -> tuple[int, torch.Tensor | None]:
-    """Which experts a rank of expert parallelism holds: neighbours, the first ranks one more if they do not divide.
+    """The consecutive experts that a rank of expert parallelism holds. The first ranks hold the remainder, one each.
 
     Args:
-        ep_size: ranks.
-        ep_rank: this one.
-        global_num_experts: of the model.
+        ep_size: number of ranks.
+        ep_rank: this rank.
+        global_num_experts: experts of the model.
 
     Returns:
-        How many experts it holds, and int32 [global experts] with local index or -1; None for a single rank.
+        The number of experts of this rank, and int32 [global experts]: local index or -1; None for a single rank.
     """
     if not 0 <= ep_rank < ep_size:
         raise ValueError(f"ep_rank {ep_rank} is outside [0, {ep_size})")
@@ -131,14 +131,14 @@ def determine_expert_map(ep_size: int, ep_rank: int, global_num_experts: int) ->
 
 
 def local_expert_ids(topk_ids: torch.Tensor, expert_map: torch.Tensor | None) -> torch.Tensor:
-    """Indices into this rank's experts, -1 for experts of other ranks.
+    """Indices of this rank's experts, -1 for experts of other ranks.
 
     Args:
         topk_ids: int32 or int64 [T, k], global; -1 stays -1.
         expert_map: int32 or int64 [global experts], local index or -1; None if this rank holds all.
 
     Returns:
-        int64 [T, k]; ``topk_ids`` itself without a map.
+        int64 [T, k]; without a map ``topk_ids`` itself.
     """
     if expert_map is None:
         return topk_ids
@@ -159,18 +159,18 @@ def run_experts(
     apply_router_weight_on_input: bool = False,
     numbers: GateNumbers = OWN_NUMBERS,
 ) -> torch.Tensor:
-    """Runs what a router has chosen: one call of the operator.
+    """Runs the experts that a router has chosen, in one call of the operator.
 
     Args:
         hidden_states: float32, bfloat16 or float16 [T, H].
         topk_weights: [T, k].
         topk_ids: int32 or int64 [T, k], global; -1 is a slot without an expert.
         w13_packed, w2_packed: uint8 [E, bytes].
-        sizes: of the experts; ``experts`` is not read.
-        activation: between w13 and w2.
+        sizes: sizes of the experts; ``experts`` is not read.
+        activation: the function between w13 and w2.
         expert_map: [global experts], local index or -1; None if this rank holds all.
-        apply_router_weight_on_input: the weights multiply the input instead of the output.
-        numbers: of the activation.
+        apply_router_weight_on_input: the router weights multiply the input instead of the output.
+        numbers: limit, alpha and beta of the activation.
 
     Returns:
         [T, H] in the dtype of hidden_states.

@@ -1,13 +1,13 @@
-"""Families of models whose layers run in one call (docs/decoder.md): what their parts are called in both frameworks.
+"""Families of models whose layers run in one call (docs/decoder.md): names of classes and attributes.
 
-Where nothing else is said, attributes of a layer and of its parts have the same names in vLLM and in transformers.
+Unless noted otherwise, attributes of a layer and of its parts have the same names in vLLM and in transformers.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Attributes of a layer, by the fields of ``Decoder.add_layer``.
+# Pairs: field of ``Decoder.add_layer``, attribute of a layer.
 Norms = tuple[tuple[str, str], ...]
 _TWO: Norms = (("input_norm", "input_layernorm"), ("mlp_input_norm", "post_attention_layernorm"))
 _FOUR: Norms = (
@@ -22,20 +22,20 @@ _FOUR: Norms = (
 class Family:
     """How the layers of a family differ from Llama's.
 
-    Classes of vLLM are given by what their names have behind ``vllm``, or in full where they begin otherwise.
+    A vLLM class without a dot is the end of a name that begins with ``vllm``; one with a dot is module and name.
 
     Attributes:
-        vllm: module and beginning of the names of classes; that of the model ends with "Model".
-        mlps: classes of dense MLPs in vLLM, and of experts that all tokens share.
-        experts: class with a router and experts in vLLM; "": none.
+        vllm: module and beginning of the names of vLLM's classes; the model's class ends with "Model".
+        mlps: classes in vLLM of dense MLPs and of experts that all tokens share.
+        experts: class in vLLM with a router and experts; "": none.
         layer, attention: classes in vLLM.
         attention_at, mlp_at: attributes of a layer in vLLM; in transformers "self_attn" and "mlp".
         nothing: attributes of a layer or of its attention in vLLM that must be None or False.
         refuses: fields of transformers' config that must not be set.
-        norms: attributes of a layer.
-        one_more: a norm multiplies by 1 + weight. vLLM has a class of norms for it.
-        router: attribute of what has experts.
-        shared: attributes of what has experts in transformers: the expert that all tokens share, its gate; "": none.
+        norms: the norms of a layer.
+        one_more: a norm multiplies by 1 + weight. vLLM has a class for such norms.
+        router: the router's attribute in the module with experts.
+        shared: attributes of the module with experts in transformers: the shared expert and its gate; "": none.
     """
 
     vllm: str
@@ -53,7 +53,7 @@ class Family:
     shared: tuple[str, str] = ("", "")
 
     def classes(self, *ends: str) -> tuple[str, ...]:
-        """Module and name of classes of vLLM, by their ends."""
+        """Module and name of vLLM's classes, by the ends of their names; an empty end is left out."""
         return tuple(end if "." in end else self.vllm + end for end in ends if end)
 
 

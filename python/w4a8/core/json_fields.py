@@ -1,4 +1,4 @@
-"""Values of JSON objects from outside: of the right type, or an error that names the key."""
+"""Reads values of JSON objects from outside. A value of the wrong type is an error that names the key."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read as what it says it is; the message names the key or the file."""
+    """A checkpoint that cannot be read; the message names the key or the file."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file.
 
     Raises:
-        CheckpointError: the file is missing or holds something else.
+        CheckpointError: the file is missing, unreadable or no JSON object.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -24,7 +24,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is missing") from None
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
-    except (ValueError, RecursionError) as error:  # undecodable, not JSON, an integer of too many digits, too deep
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, too long an integer, too deep
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a JSON object")
@@ -32,10 +32,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def json_field(owner: Mapping[str, Any], name: str, kind: type | tuple[type, ...], key: str) -> Any:
-    """A value of a JSON object, or None if it is null or not there; bool counts as an integer only if it is asked for.
+    """A value of a JSON object; None if the value is null or missing. A bool is valid only if ``kind`` has bool.
 
     Raises:
-        CheckpointError: it is not of ``kind``; names ``key``, where the value is.
+        CheckpointError: the value is not of ``kind``; the message names it as ``key``.
     """
     value = owner.get(name)
     kinds = kind if isinstance(kind, tuple) else (kind,)
@@ -53,15 +53,15 @@ def json_field(owner: Mapping[str, Any], name: str, kind: type | tuple[type, ...
 
 
 def shorten(value: object) -> str:
-    """repr of a value from outside, in a length that fits a message."""
+    """repr of a value from outside, at most 200 characters."""
     try:
         text = repr(value)
-    except ValueError:  # an integer of too many digits
+    except ValueError:  # too long an integer
         return "a huge integer"
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def check_field(condition: bool, key: str, found: object, expected: str) -> None:
-    """Raises CheckpointError unless a condition holds; says what is expected in its place."""
+    """Raises CheckpointError with key, found and expected value unless ``condition`` holds."""
     if not condition:
         raise CheckpointError(f"{key} is {shorten(found)}, but {expected} is expected")

@@ -1,4 +1,4 @@
-"""Messages that are worth saying once per process, not once per layer."""
+"""Messages that are logged once per process, not once per layer."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ _said: set[tuple] = set()
 
 
 def log_once(logger: logging.Logger, level: int, message: str, *args: object) -> None:
-    """Logs a %-format the first time this logger is given it with these arguments, which are hashable."""
+    """Logs a %-format once for each logger, level and arguments. The arguments must be hashable."""
     key = (logger.name, level, message, args)
-    # A message nobody would see must not use up its one occasion: the level may be raised later.
+    # A message of a disabled level does not count as logged: the level may be enabled later.
     if key in _said or not logger.isEnabledFor(level):
         return
     _said.add(key)
@@ -18,5 +18,5 @@ def log_once(logger: logging.Logger, level: int, message: str, *args: object) ->
 
 
 def forget_logged() -> None:
-    """Lets every message be said again (for tests, and for services that rotate their logs)."""
+    """Lets every message be logged again (for tests, and for services that rotate their logs)."""
     _said.clear()

@@ -1,4 +1,4 @@
-"""What every format becomes: one matrix of codes; and its packing."""
+"""A matrix of codes, the form to which all checkpoint formats are read, and its packing."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from w4a8.core.scale_types import E8M0, has_two_levels, kept_scale_dtypes, scale
 from w4a8.ops import dyn_quant_unpack_any_4bit_weight, read_header
 
 GROUP_SIZES = "16 or a multiple of 32"
-# What the header of a packed matrix calls scales of two levels: float8 beside channel scales, int8 beside super-scales.
+# Names of scales of two levels in a header: float8 beside channel scales, int8 beside super-scales.
 _TWO_LEVELS, _SUPER = "e5m3", "super"
 SUPER = 256  # values of k that share a super-scale
 
 
 def is_group_size(size: object) -> bool:
-    """Whether the operators have groups of so many input features: GROUP_SIZES; -1 is all."""
+    """Whether the operators have groups of ``size`` input features (GROUP_SIZES); -1 is channelwise."""
     return isinstance(size, int) and (size in (-1, 16) or (size > 0 and size % 32 == 0))
 
 
 @dataclass(frozen=True)
 class PackedAs:
-    """What the bytes of a packed matrix depend on, beside its shape: another one with the same fits in its place.
+    """The form of a packed matrix: two matrices of the same form and shape can stand in each other's place.
 
     Attributes:
-        kind: of its codes.
-        scale_dtype: that scales are packed in, as :func:`pack_codes` takes it.
-        zero_points: there is room for them.
-        channel_scales: scales have two levels; ``scale_dtype`` says nothing then.
-        minimums: there are some.
-        super_scales: scales, and minimums, have two levels; ``scale_dtype`` says nothing then.
-        activation_group: how activations are quantized for it: -1, 32, 64 or 128.
+        kind: kind of the codes.
+        scale_dtype: type of packed scales, as :func:`pack_codes` takes it.
+        zero_points: the packed matrix has room for zero points.
+        channel_scales: scales have a second level, for each row; ``scale_dtype`` is then unused.
+        minimums: the packed matrix has minimums.
+        super_scales: scales and minimums have a second level, for 256 values of k; ``scale_dtype`` is then unused.
+        activation_group: how activations are quantized for the matrix: -1, 32, 64 or 128.
     """
 
     kind: Kind = Kind.INT4
@@ -53,7 +53,7 @@ class PackedAs:
 
     @classmethod
     def of_header(cls, header: Mapping[str, object]) -> PackedAs:
-        """What the header of a packed matrix (:class:`w4a8.PackedHeader`) says."""
+        """The form that a header (:class:`w4a8.PackedHeader`) states."""
         name = header["scale_dtype"]
         dtype = torch.float32 if name in (_TWO_LEVELS, _SUPER) else scale_type_named(name)
         return cls(
@@ -84,22 +84,21 @@ def pack_codes(
     """Packs one matrix, or a stack of them in one call of the operator.
 
     Args:
-        codes: uint8 [N, K/2] or [E, N, K/2], the low nibble of even k; of 6 and 8 bits [..., N, K].
+        codes: uint8 [N, K/2] or [E, N, K/2], low nibble = even k; codes of 6 and 8 bits [..., N, K].
         scales: floating point [..., N, groups], one group if channelwise; with ``channel_scales`` uint8, bits of
             float8_e4m3fn.
         bias: floating point [..., N] or None; kept as float32.
         group_size: values of k per scale; -1 is channelwise.
-        scale_dtype: that scales are packed in, float32, bfloat16, float16 or :data:`E8M0`; if not given the first of
-            :func:`kept_scale_dtypes`. Scales of two levels stay what they are.
-        zero_points: uint8 of the shape of ``scales``, codes themselves; None is the kind's middle everywhere.
-        kind: what a code is.
-        channel_scales: float32 [..., N], by which the scales of a row are multiplied; None if there is one level. Where
-            the operators have one level alone (:func:`has_two_levels`) the products are rounded to float32.
-        activation_group: how activations are quantized for it: -1, 32, 64 or 128.
+        scale_dtype: type of packed scales: float32, bfloat16, float16 or :data:`E8M0`; None: the first of
+            :func:`kept_scale_dtypes`. Unused for scales of two levels.
+        zero_points: uint8 of the shape of ``scales``, in the range of codes; None: the kind's middle everywhere.
+        kind: kind of the codes.
+        channel_scales: float32 [..., N], factors of the scales of each row, or None. Where the operators have no
+            channel scales (:func:`has_two_levels`), scales become the products, rounded to float32.
+        activation_group: how activations are quantized for the matrix: -1, 32, 64 or 128.
         minimums: of the shape of ``scales``, subtracted from weights, or None; floating point, or int8 beside
             ``super_scales``.
-        super_scales: float16 [..., N, K/256], by which ``scales``, int8 then, are multiplied; None if there is one
-            level.
+        super_scales: float16 [..., N, K/256], factors of ``scales``, which are then int8; or None.
         super_minimums: the same for ``minimums``.
 
     Returns:
@@ -123,11 +122,11 @@ def pack_codes(
 
 
 def pack_as(tensors: Mapping[str, torch.Tensor | None], group_size: int, packed_as: PackedAs) -> torch.Tensor:
-    """uint8 [bytes] of one matrix, or [E, bytes] of a stack, in a given form.
+    """uint8 [bytes] of one matrix, or [E, bytes] of a stack, packed in a given form.
 
     Args:
-        tensors: ``codes``, ``scales``; the others of :class:`Matrix` if any. Zero points that there is no room for are
-            left out; where there is room and there are none, they are the kind's middle.
+        tensors: ``codes``, ``scales``, and the optional tensors of :class:`Matrix`. A form without room for zero points
+            leaves them out. A form with room takes the kind's middle where none are given.
         group_size: values of k per scale; -1 is channelwise.
         packed_as: the form.
     """
@@ -148,7 +147,7 @@ def pack_as(tensors: Mapping[str, torch.Tensor | None], group_size: int, packed_
 
 
 def packed_bytes(rows: int, columns: int, group_size: int, has_bias: bool, packed_as: PackedAs) -> int:
-    """How many bytes a matrix [rows, columns] has when it is packed."""
+    """Bytes of a packed matrix [rows, columns]."""
 
     def empty(width: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(rows, width, dtype=dtype, device="meta")
@@ -170,7 +169,7 @@ def packed_bytes(rows: int, columns: int, group_size: int, has_bias: bool, packe
 
 
 def unpack_codes(packed: torch.Tensor, group_size: int, columns: int, rows: int) -> dict[str, torch.Tensor]:
-    """The inverse of :func:`pack_codes`: of its arguments those that there are, by name.
+    """The inverse of :func:`pack_codes`: the tensor arguments that the matrix has, by name.
 
     Args:
         packed: uint8 [bytes] or [E, bytes].
@@ -180,8 +179,7 @@ def unpack_codes(packed: torch.Tensor, group_size: int, columns: int, rows: int)
 
     Returns:
         ``codes``; ``scales``, floating point (e8m0 as float32), uint8 beside ``channel_scales`` or int8 beside
-        ``super_scales``; the others if the matrix has them. ``activation_group`` is left out: it
-        is in the header (:func:`w4a8.read_header`).
+        ``super_scales``; the others if the matrix has them. Only the header has ``activation_group``.
     """
     group = columns if group_size == -1 else group_size
     found = dyn_quant_unpack_any_4bit_weight(packed, group, columns, rows)._asdict()
@@ -195,26 +193,27 @@ def unpack_codes(packed: torch.Tensor, group_size: int, columns: int, rows: int)
 
 @dataclass(frozen=True)
 class Matrix:
-    """One matrix of codes, N output and K input features, G groups of K/G input features.
+    """One matrix of codes: N output features, K input features, G groups of g = K/G input features.
 
         int4, int8   weight[n, k] = (code[n, k] - zero[n, k // g]) * scale[n, k // g]
-        int6         the same with zero points of 32
+        int6         as int4, with 32 as the zero point everywhere
         e2m1, iq4    weight[n, k] = kind.table[code[n, k]] * scale[n, k // g]
-        with minimums, codes of 8 bits less 128, of 6 bits less 32:
-                     weight[n, k] = code[n, k] * scale[n, k // g] - minimum[n, k // g]
+        with minimums, where c is code[n, k], minus 128 for int8, minus 32 for int6:
+                     weight[n, k] = c * scale[n, k // g] - minimum[n, k // g]
 
-    With channel scales a scale is that number times channel_scale[n]. With super-scales a scale is that number times
-    super_scale[n, k // 256], a minimum times super_minimum[n, k // 256].
+    With channel scales, scale means scale[n, k // g] * channel_scale[n]. With super-scales, scale means
+    scale[n, k // g] * super_scale[n, k // 256], and minimum means minimum[n, k // g] * super_minimum[n, k // 256].
 
     Attributes:
-        codes: uint8 [N, K/2], low nibble = even k; of 6 and 8 bits [N, K].
-        scales: [N, G], of the type that the checkpoint has; of MXFP4 float32 powers of two. With channel scales uint8,
-            bits of float8_e4m3fn, of numbers without a sign; with super-scales int8.
-        zero_points: uint8 [N, G], codes themselves, or None: the kind's middle everywhere (integers), none (e2m1, iq4).
-        kind: what a code is.
-        bias: [N], of the type that the checkpoint has, or None.
+        codes: uint8 [N, K/2], low nibble = even k; codes of 6 and 8 bits [N, K].
+        scales: [N, G], of the checkpoint's type; MXFP4: float32 powers of two. With channel scales uint8, bits of
+            float8_e4m3fn without a sign; with super-scales int8.
+        zero_points: uint8 [N, G], in the range of codes. None: the kind's middle everywhere (integers), or no zero
+            points (e2m1, iq4).
+        kind: kind of the codes.
+        bias: [N], of the checkpoint's type, or None.
         channel_scales: float32 [N], or None: 1 everywhere.
-        minimums: [N, G], of the type of the scales, or None: 0 everywhere. Of integers without zero points.
+        minimums: [N, G], of the type of the scales, or None: 0 everywhere. Only for integers without zero points.
         super_scales: float16 [N, K/256], or None: 1 everywhere.
         super_minimums: the same for minimums.
     """
@@ -255,7 +254,7 @@ class Matrix:
 
     @property
     def group(self) -> int:
-        """Values of k that share a scale; K if there is one group."""
+        """Values of k that share a scale; K for one group."""
         return self.columns // self.scales.shape[1]
 
     def with_rows(self, rows: slice) -> Matrix:
@@ -263,10 +262,10 @@ class Matrix:
         return replace(self, **{name: tensor[rows] for name, tensor in self.tensors().items()})
 
     def with_columns(self, begin: int, end: int) -> Matrix:
-        """The matrix of columns [begin, end): whole groups, or whole bytes of one group; the bias stays (views).
+        """The matrix of columns [begin, end), with the same bias (views).
 
         Raises:
-            ValueError: the cut is inside a group, or inside a byte.
+            ValueError: a cut inside a group, inside 256 columns of a super-scale, or, channelwise, inside a byte.
         """
         several, in_a_byte = self.scales.shape[1] > 1, self.kind.codes_in_a_byte
         unit = SUPER if self.super_scales is not None else self.group if several else in_a_byte
@@ -282,7 +281,7 @@ class Matrix:
         return replace(self, **cut)
 
     def one_level(self) -> Matrix:
-        """The same weights without super-scales: float32 scales and minimums, which hold the products exactly."""
+        """The same weights without super-scales: scales and minimums are the products, exact in float32."""
         if self.super_scales is None:
             return self
 
@@ -295,10 +294,10 @@ class Matrix:
         return replace(self, scales=scales, minimums=minimums, super_scales=None, super_minimums=None)
 
     def with_runs(self, order: torch.Tensor) -> Matrix:
-        """The matrix with runs of columns in another order; the bias stays.
+        """The matrix with runs of columns in another order and the same bias.
 
         Args:
-            order: of runs, int64 [R]: which of them is the first and so on. A run is K / R columns, whole groups.
+            order: int64 [R]: run order[i] becomes run i. A run is K / R columns, whole groups.
 
         Raises:
             ValueError: a run would cut a group.
@@ -312,18 +311,18 @@ class Matrix:
         )
 
     def as_integers(self, kind: Kind, group: int) -> Matrix:
-        """The same weights in one level of scales, with minimums, in codes of another kind.
+        """The same weights in codes of another kind, with one level of scales and with minimums.
 
         Args:
-            kind: INT6 or INT8, which has room for all codes: of INT8, IQ4 and E2M1 INT8.
-            group: that divides the own one.
+            kind: INT6, or INT8, which the codes of INT8 and IQ4 need.
+            group: values of k per scale, a divisor of :attr:`group`.
         """
         same, times = self.one_level(), self.group // group
         scales = multiplied_scales(same.scales, same.channel_scales) if same.channel_scales is not None else same.scales
         scales = scales.float().repeat_interleave(times, 1)
         codes = same.codes if self.kind.codes_in_a_byte == 1 else apart(same.codes)
         if self.kind.table is not None:
-            halves = 2 if self.kind == Kind.E2M1 else 1  # of which its numbers are multiples
+            halves = 2 if self.kind == Kind.E2M1 else 1  # e2m1 numbers are multiples of 1/2
             numbers = halves * torch.tensor(self.kind.table, device=codes.device)
             codes, scales = numbers[codes.long()].to(torch.int16), scales / halves
         else:
@@ -334,25 +333,25 @@ class Matrix:
         return Matrix((codes + kind.middle).to(torch.uint8), scales, None, kind, self.bias, minimums=minimums)
 
     def _integers(self, codes: torch.Tensor) -> torch.Tensor:
-        """int16: integer codes, one to an element, less what they count from."""
+        """int16: integer codes, one to an element, minus their zero points, or as the class says beside minimums."""
         if self.zero_points is not None:
             return codes.to(torch.int16) - self.zero_points.to(torch.int16).repeat_interleave(self.group, 1)
         return codes.to(torch.int16) - (0 if self.minimums is not None and self.kind.bits == 4 else self.kind.middle)
 
     def zeros(self, rows: int) -> Matrix:
-        """[rows, K] of the same kind, all weights of it zero; of e2m1 by their codes, since e8m0 has no scale of 0."""
+        """A matrix [rows, K] of zeros, of the same kind. MXFP4 has codes of 0 and scales of 1: e8m0 has no 0."""
         tensors = {name: part.new_zeros(rows, *part.shape[1:]) for name, part in self.tensors().items()}
         if self.kind == Kind.E2M1 and self.channel_scales is None:
             tensors["scales"].fill_(1)
         return replace(self, **tensors)
 
     def on_meta(self) -> Matrix:
-        """The same on the meta device."""
+        """The matrix on the meta device."""
         return replace(self, **{name: tensor.to("meta") for name, tensor in self.tensors().items()})
 
     @property
     def header(self) -> dict[str, object]:
-        """What :func:`w4a8.read_header` would say of it packed by :meth:`pack`, as far as people are told."""
+        """The fields of the packed matrix's header that :func:`w4a8.core.words.weights_in_words` reads."""
         dtype = _TWO_LEVELS if self.super_scales is None else _SUPER
         if self.channel_scales is None and self.super_scales is None:
             both = self.scales if self.minimums is None else torch.cat((self.scales, self.minimums), -1)
@@ -369,11 +368,11 @@ class Matrix:
     def pack(self, scale_dtype: torch.dtype | None = None, *, activation_group: int | None = PER_TOKEN) -> torch.Tensor:
         """uint8 [bytes], as the operators take it; ``scale_dtype`` as in :func:`pack_codes`.
 
-        Zero points that say nothing (:meth:`Kind.needed_zero_points`) are left out. ``activation_group`` is -1, 32, 64
-        or 128, or None for the default (:func:`resolve_activation_group`).
+        Zero points that are not needed (:meth:`Kind.needed_zero_points`) are left out. ``activation_group`` is -1, 32,
+        64 or 128, or None for the default (:func:`resolve_activation_group`).
 
         Raises:
-            ValueError: a scale that is too large for ``scale_dtype``, or an ``activation_group`` that does not fit.
+            ValueError: a scale is too large for float16, or ``activation_group`` does not fit.
         """
         activations = resolve_activation_group(activation_group, self.group, self.columns)
         if scale_dtype == torch.float16 and self.scales.is_floating_point() and not self.scales.is_meta:
@@ -385,7 +384,7 @@ class Matrix:
         return pack_codes(**tensors, group_size=self.group, **how)
 
     def floats(self) -> torch.Tensor:
-        """The weights, float32 [N, K]: scales and minimums times their second level, then the formula above."""
+        """The weights, float32 [N, K], by the formula of the class."""
         codes = self.codes if self.kind.codes_in_a_byte == 1 else apart(self.codes)
 
         def by_weight(values: torch.Tensor) -> torch.Tensor:
@@ -403,16 +402,16 @@ class Matrix:
         return weights if self.minimums is None else weights - by_weight(same.minimums)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Those that it has, by the names of the attributes."""
+        """The tensors that the matrix has, by attribute."""
         found = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
 
 
 def matrix_of(packed: torch.Tensor, name: str) -> Matrix:
-    """What a packed matrix, uint8 [bytes], was packed of.
+    """The matrix from which ``packed``, uint8 [bytes], was packed.
 
     Raises:
-        ValueError: it is none; begins with ``name``.
+        ValueError: ``packed`` is no packed matrix; the message begins with ``name``.
     """
     try:
         header = read_header(packed)
@@ -423,9 +422,9 @@ def matrix_of(packed: torch.Tensor, name: str) -> Matrix:
 
 
 def joined(matrices: Sequence[Matrix]) -> Matrix:
-    """Matrices of the same K, one below the other. Those of several kinds become one that holds the weights of all.
+    """One matrix with the rows of all ``matrices``, which have the same K, without biases.
 
-    Biases are left out.
+    Matrices of several kinds, groups or types are converted to INT6 or INT8 (:meth:`Matrix.as_integers`).
     """
     matrices = [replace(each, bias=None) for each in matrices]
     forms = {(each.kind, each.group, *((k, v.dtype) for k, v in each.tensors().items())) for each in matrices}

@@ -1,4 +1,4 @@
-"""Memory for weights: from the system itself, so that it comes page by page and goes back at once."""
+"""Memory for weights, directly from the system: taken page by page when written, given back at once when freed."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ import torch
 
 from w4a8 import compiled
 
-_SMALLEST = 64 << 10  # an allocator does smaller ones better
-_LARGE = 8 << 20  # most of these lie in huge pages anyway
-_CHUNK = 64 << 20
+_SMALLEST = 64 << 10  # bytes; smaller tensors come from torch's allocator
+_LARGE = 8 << 20  # bytes; most of a tensor of this size lies in huge pages anyway
+_CHUNK = 64 << 20  # bytes
 _LINE = 64  # bytes
 
 
 def fresh_bytes(*shape: int, packed: bool = False, like: torch.Tensor | None = None) -> torch.Tensor:
-    """uint8 zeros. A page that nobody has written takes no memory, and all are given back when the tensor goes.
+    """uint8 zeros. A page that was never written takes no memory. All pages are given back with the tensor.
 
     Args:
         *shape: of the tensor.
-        packed: for packed weights, which are streamed again and again: huge pages (2 MiB) where the system has them, on
+        packed: for packed weights, which are read again and again: huge pages (2 MiB) where the system has them, on
             the NUMA nodes that W4A8_MEMORY asks for (docs/memory.md).
-        like: where this is on the meta device, so is what comes.
+        like: if on the meta device, the result is on the meta device.
 
     Raises:
-        ValueError: W4A8_MEMORY has another value than it can have.
-        RuntimeError: the system refuses what W4A8_MEMORY asks for.
+        ValueError: W4A8_MEMORY has an unknown value.
+        RuntimeError: the system refuses the placement that W4A8_MEMORY asks for.
     """
     if like is not None and like.is_meta:
         return torch.empty(shape, dtype=torch.uint8, device="meta")
@@ -41,13 +41,13 @@ def fresh_bytes(*shape: int, packed: bool = False, like: torch.Tensor | None = N
     if packed:
         compiled.place_packed(pages)
     elif hasattr(mmap, "MADV_NOHUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # a system without huge pages
             pages.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8).view(shape)
 
 
 def _fresh_pages(count: int) -> mmap.mmap | None:
-    """None where the system has none: no such system call, or too many pieces."""
+    """Anonymous memory; None if the system has no such mapping or refuses it, as with too many mappings."""
     if not hasattr(mmap, "MAP_ANONYMOUS"):
         return None
     try:
@@ -63,15 +63,15 @@ def _set_data(tensor: torch.Tensor, moved: torch.Tensor) -> None:
 def move_together(
     tensors: Iterable[torch.Tensor], put: Callable[[torch.Tensor, torch.Tensor], None] = _set_data
 ) -> int:
-    """Moves small packed weights behind each other into huge pages, in the order in which they are read.
+    """Moves small packed weights into huge pages, one after the other, in the order of ``tensors``.
 
-    A matrix of less than a few huge pages lies in pages of 4 KiB, and looking those up takes a third of the time of
-    reading it. Large ones, slices, and what is mapped from a file stay.
+    A matrix smaller than a few huge pages lies in pages of 4 KiB. Looking up these pages takes a third of the time of
+    reading the matrix. Large tensors, slices, and tensors mapped from a file stay.
 
     Args:
-        tensors: uint8, contiguous.
-        put: is called with a tensor and its copy in the new place, in whose stead that is to stand from then on. The
-            default gives the tensor the data of the copy.
+        tensors: uint8, contiguous, in the order in which they are read.
+        put: called with a tensor and its copy, by which ``put`` must replace the tensor. The default gives the tensor
+            the data of the copy.
 
     Returns:
         Bytes that were moved.
@@ -95,7 +95,7 @@ def move_together(
             to = torch.frombuffer(pages, dtype=torch.uint8, count=tensor.numel(), offset=offset)
             moved += tensor.numel()
             put(tensor, to.copy_(tensor.detach()).view(tensor.shape))
-    if moved:  # what the allocator keeps for later goes back to the system, where the C library can do that
+    if moved:  # give the freed memory back to the system, where the C library can
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
     return moved
@@ -104,14 +104,14 @@ def move_together(
 def _can_move(tensor: torch.Tensor, mapped: list[tuple[int, int]]) -> bool:
     if tensor.device.type != "cpu" or not 0 < tensor.numel() < _LARGE or not tensor.is_contiguous():
         return False
-    storage = getattr(tensor, "untyped_storage", tensor.storage)()  # torch 1 has no untyped one
+    storage = getattr(tensor, "untyped_storage", tensor.storage)()  # torch 1 has no untyped_storage
     if storage.nbytes() != tensor.numel():
         return False
     return not any(begin <= tensor.data_ptr() < end for begin, end in mapped)
 
 
 def _mapped_files() -> list[tuple[int, int]]:
-    """Addresses of this process that are of files."""
+    """Address ranges of this process that are mapped from files."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:  # another system
@@ -122,15 +122,15 @@ def _mapped_files() -> list[tuple[int, int]]:
 
 
 def keeps_files_mapped() -> bool:
-    """Whether packed weights of a file stay where the file is mapped: unless W4A8_MEMORY is ``copy`` or ``interleave``.
+    """Whether packed weights of a file stay mapped: W4A8_MEMORY is neither ``copy`` nor ``interleave``.
 
     Raises:
-        ValueError: W4A8_MEMORY has another value.
+        ValueError: W4A8_MEMORY has an unknown value.
     """
     return compiled.packed_memory() == ""
 
 
 def on_cpu() -> contextlib.AbstractContextManager[object]:
-    """A context in which tensors are made on the CPU, whatever the caller's default device is."""
+    """A context in which new tensors are on the CPU, whatever the caller's default device."""
     device = torch.device("cpu")
     return device if hasattr(device, "__enter__") else contextlib.nullcontext()  # torch 1 has no default device

@@ -1,9 +1,9 @@
-"""4-bit codes between the forms that checkpoints and the operators give them.
+"""Converts 4-bit codes between the forms of checkpoints and of the operators.
 
 int8:    one value in [-8, 7] per byte                                            [..., K]
 codes:   one code in [0, 15] per byte, value + 8 of int4                          [..., K], uint8
 nibbles: codes in pairs, low nibble = even k, high nibble = odd k                 [..., K / 2], uint8
-int32:   words of eight codes, code i in bits 4i to 4i + 3; of 8-bit codes four   [..., ceil(K / 8)]
+int32:   words of 8 codes, code i in bits 4i to 4i + 3 (8-bit codes: 4 a word)    [..., ceil(K / 8)]
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 
 import torch
 
-CODES = 8  # of 4 bits in a word
+CODES = 8  # codes of 4 bits in a word
 
 
 def to_nibbles(values: torch.Tensor) -> torch.Tensor:
@@ -24,7 +24,7 @@ def to_nibbles(values: torch.Tensor) -> torch.Tensor:
     Returns:
         uint8 [..., K / 2]. Its temporaries never exceed one copy of ``values``.
     """
-    # The nibble v + 8 is the low half of two's complement with its sign bit flipped, so bit operations suffice.
+    # The nibble v + 8 is the low half of v in two's complement, with the sign bit flipped.
     packed = values[..., 1::2] << 4
     low = values[..., ::2] & 0xF
     packed |= low
@@ -35,12 +35,12 @@ def to_nibbles(values: torch.Tensor) -> torch.Tensor:
 def from_nibbles(nibbles: torch.Tensor) -> torch.Tensor:
     """The inverse of :func:`to_nibbles`: uint8 [..., K / 2] to int8 [..., K]."""
     values = apart(nibbles)
-    values -= 8  # wraps around in uint8, which is right in int8
+    values -= 8  # wraps around in uint8; the same bits are right as int8
     return values.view(torch.int8)
 
 
 def apart(nibbles: torch.Tensor) -> torch.Tensor:
-    """uint8 nibbles [..., K / 2] to codes [..., K]."""
+    """uint8 nibbles [..., K / 2] to uint8 codes [..., K]."""
     return torch.stack((nibbles & 0xF, nibbles >> 4), dim=-1).flatten(-2)
 
 
@@ -51,7 +51,7 @@ def pairs(codes: torch.Tensor) -> torch.Tensor:
 
 def word_bytes(words: torch.Tensor) -> torch.Tensor:
     """int32 [..., W] to uint8 [..., 4 W]: nibbles, or 8-bit codes, in order."""
-    # Flat first: of a dimension of one, a "contiguous" tensor may have any stride.
+    # Flatten first: a "contiguous" tensor may have any stride in a dimension of size 1.
     found = words.contiguous().reshape(-1).view(torch.uint8).view(*words.shape[:-1], -1)
     if sys.byteorder == "big":
         found = found.unflatten(-1, (-1, 4)).flip(-1).flatten(-2)
@@ -59,7 +59,7 @@ def word_bytes(words: torch.Tensor) -> torch.Tensor:
 
 
 def words_of(nibbles: torch.Tensor) -> torch.Tensor:
-    """uint8 [R, B] to int32 [R, ceil(B / 4)]: the inverse of :func:`word_bytes`, zeros behind."""
+    """uint8 [R, B] to int32 [R, ceil(B / 4)]: the inverse of :func:`word_bytes`, padded with zeros."""
     padded = torch.nn.functional.pad(nibbles, (0, -nibbles.shape[1] % 4))
     if sys.byteorder == "big":
         padded = padded.unflatten(-1, (-1, 4)).flip(-1).flatten(-2)
@@ -73,12 +73,12 @@ def word_codes(words: torch.Tensor, bits: int = 4) -> torch.Tensor:
 
 
 def from_int32(words: torch.Tensor, columns: int) -> torch.Tensor:
-    """compressed-tensors' ``weight_packed``, int32 [..., ceil(columns / 8)], to int8 [..., columns] (K, even)."""
+    """compressed-tensors' ``weight_packed``, int32 [..., ceil(columns / 8)], to int8 [..., columns], columns even."""
     return from_nibbles(word_bytes(words)[..., : columns // 2])
 
 
 def check_int4_range(values: torch.Tensor, name: str) -> None:
-    """Raises ValueError if int8 values are outside [-8, 7]; packing would turn them into others."""
+    """Raises ValueError if int8 values are outside [-8, 7]: packing would change such values."""
     if values.numel() == 0 or values.is_meta:
         return
     low, high = (int(bound) for bound in torch.aminmax(values))

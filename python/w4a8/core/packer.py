@@ -13,16 +13,16 @@ from w4a8.core.stack import MatrixStack
 
 
 class ExpertPacker:
-    """Two stacks, w13 and w2, of what this rank holds of a layer's experts.
+    """Two stacks, w13 and w2, with this rank's part of a layer's experts.
 
-    What goes where, for I intermediate features on this rank:
+    The place of each matrix, for I intermediate features on this rank:
 
         w1 (gate)   rows [0, I) of w13      cut by rows
         w3 (up)     rows [I, 2I) of w13     cut by rows
-        w13         both in one matrix, gate rows first, or, if w13_interleaved, in turns; packed as two halves
-        w2 (down)   w2                      cut by columns; its bias on rank 0 only, so that the sum has it once
+        w13         gate and up in one matrix, gate rows first, or alternating if w13_interleaved; packed as two halves
+        w2 (down)   w2                      cut by columns; bias on rank 0 only, so that the sum has the bias once
 
-    A layer without a gate has w1 and w2.
+    A layer without a gate has only w1 and w2.
     """
 
     def __init__(
@@ -39,13 +39,12 @@ class ExpertPacker:
         """Empty stacks.
 
         Args:
-            sizes: of this rank's experts.
+            sizes: sizes of this rank's experts.
             bias_dtype: as in :class:`MatrixStack`.
-            tp_rank, tp_size: which part of each expert this rank holds.
+            tp_rank, tp_size: this tensor-parallel rank, and the number of ranks.
             w13_interleaved: rows of a fused w13 alternate gate and up.
-            packed_as: of ``w13`` and ``w2``, as in :class:`MatrixStack`.
-            activation_groups: of ``w13`` and ``w2``, as in :class:`MatrixStack`
-                (:meth:`ExpertSizes.activation_groups`); -1 if not given.
+            packed_as: by stack, ``w13`` and ``w2``, as in :class:`MatrixStack`.
+            activation_groups: by stack, as in :class:`MatrixStack` (:meth:`ExpertSizes.activation_groups`); default -1.
 
         Raises:
             ValueError: H or I is no multiple of the group size, or odd.
@@ -67,24 +66,24 @@ class ExpertPacker:
         }
 
     def shape(self, shard: str) -> tuple[int, int]:
-        """(rows, columns) of a matrix of a whole expert: ``w1``, ``w2``, ``w3``, or ``w13`` for a fused one."""
+        """(rows, columns) of a matrix of a whole expert: ``w1``, ``w2``, ``w3``, or ``w13`` (gate and up fused)."""
         intermediate = self.sizes.intermediate * self._tp_size
         if shard == "w2":
             return self.sizes.hidden, intermediate
         return (2 if shard == "w13" else 1) * intermediate, self.sizes.hidden
 
     def put(self, expert: int, shard: str, matrix: Matrix, name: str) -> None:
-        """Takes one matrix of a whole expert, as a reader of a format gives it; it is copied.
+        """Copies this rank's part of one matrix of a whole expert.
 
-        It has a bias if and only if the packer has; gate and up, and all experts, are of one kind.
+        The matrix must have a bias if and only if the packer has. All matrices of a stack must be of one kind.
 
         Args:
             expert: index on this rank.
-            shard: ``w1``, ``w2``, ``w3``, or ``w13`` for a fused one.
+            shard: ``w1``, ``w2``, ``w3``, or ``w13`` (gate and up fused).
             matrix, name: the matrix, and its name for errors.
 
         Raises:
-            ValueError: a matrix of another size, groups or kind, or a shard that the layer does not have.
+            ValueError: a matrix of another size, group size or kind, or a shard that the layer does not have.
         """
         if not self.sizes.gated and shard not in ("w1", "w2"):
             raise ValueError(f"{name}: a layer without a gate has w1 and w2, but no {shard}")
@@ -105,14 +104,14 @@ class ExpertPacker:
                     self.stacks["w13"].put(expert, half * part, mine)
             else:
                 self.stacks["w13"].put(expert, part if shard == "w3" else 0, matrix.with_rows(slice(begin, end)))
-        except (ValueError, RuntimeError) as error:  # the second: values that the operators do not have
+        except (ValueError, RuntimeError) as error:  # RuntimeError: the operators refuse a value
             raise ValueError(f"{name}: {error}") from None
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing has come (since :meth:`pack`)."""
+        """Whether no matrix was put in since :meth:`pack`."""
         return all(stack.is_empty for stack in self.stacks.values())
 
     def pack(self) -> dict[str, torch.Tensor]:
-        """``w13`` and ``w2``, uint8 [E, bytes], once all is there."""
+        """``w13`` and ``w2``, uint8 [E, bytes]. All matrices must have been put in."""
         return {name: stack.pack() for name, stack in self.stacks.items()}

@@ -1,8 +1,8 @@
 """Single rows of a packed matrix, without unpacking the others.
 
-Of the layout (docs/packed_layout.md) it takes that a matrix is a header and panels of equal size, one after the other,
-of 16 rows each, and that the header says how many rows there are. What is in a panel is the operators' matter: one
-panel behind a header is a packed matrix of 16 rows, and operators take stacks of them.
+This file relies on three facts of docs/packed_layout.md: a packed matrix is a header and then panels of 16 rows, all
+panels have the same size, and the header has the number of rows. A header and one panel are a packed matrix of 16 rows;
+the operators unpack stacks of such matrices.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from w4a8.core.matrix import Matrix, unpack_codes
 from w4a8.ops import read_header
 
 HEADER, PANEL_ROWS = 64, 16
-_N = slice(16, 24)  # of the header, int64, little-endian
+_N = slice(16, 24)  # place of the number of rows in the header: int64, little-endian
 AT_ONCE = 1 << 22  # codes that are unpacked at once
 
 
@@ -21,7 +21,7 @@ class PackedRows:
     """The rows of one packed matrix."""
 
     def __init__(self, packed: torch.Tensor) -> None:
-        """Takes a packed matrix, uint8 [bytes], as it is: nothing is copied."""
+        """Takes a packed matrix, uint8 [bytes], without a copy of the panels."""
         header = read_header(packed)
         self.rows, self.columns = header["n"], header["k"]
         self._group, self._kind = header["group"], header["values"]
@@ -33,11 +33,11 @@ class PackedRows:
         """The weights of some rows, as :meth:`Matrix.floats` has them, rounded to ``dtype``.
 
         Args:
-            which: int64 or int32 [T], in any order, any row as often as it is wanted.
+            which: int64 or int32 [T], indices of rows in any order, with repetitions.
             dtype: of the result.
 
         Returns:
-            [T, columns]. The time depends on T, not on how many rows the matrix has.
+            [T, columns]. The time depends on T, not on the number of rows of the matrix.
 
         Raises:
             IndexError: there is no such row.

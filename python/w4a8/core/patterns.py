@@ -1,4 +1,4 @@
-"""Names of modules and regular expressions that files bring: an expression that might run for minutes is refused."""
+"""Names of modules and regular expressions in files. An expression that might run for minutes is refused."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ except ImportError:  # Python 3.10
     import sre_constants as ops
     import sre_parse as parser
 
-# A single name may be tried in so many ways (some seconds), and a pattern may take so long over all names.
+# Limits of a pattern: ways to match one name (10^8 take some seconds), and seconds for all names.
 _WAYS, _SECONDS = 10**8, 2.0
-_LENGTH = 64  # of names for which every pattern has to be quick
+_LENGTH = 64  # length of names for which every pattern must keep to _WAYS
 _REPEATS = [ops.MAX_REPEAT, ops.MIN_REPEAT, getattr(ops, "POSSESSIVE_REPEAT", None)]
 _ONE = {ops.LITERAL, ops.NOT_LITERAL, ops.ANY, ops.IN, ops.AT, ops.GROUPREF, ops.CATEGORY, ops.RANGE, ops.NEGATE}
 
@@ -27,7 +27,7 @@ _ONE = {ops.LITERAL, ops.NOT_LITERAL, ops.ANY, ops.IN, ops.AT, ops.GROUPREF, ops
 class Pattern:
     """A regular expression, matched in bounded time.
 
-    ``re`` tries one way after another: ``(a+)+b`` has 2^n of them in a name of n characters, and ``.*.*.*b`` n^3.
+    ``re`` tries one way to match after another: ``(a+)+b`` has 2^n ways for a name of n characters, ``.*.*.*b`` n^3.
     """
 
     def __init__(self, text: object, stated: str, expected: str = "a regular expression") -> None:
@@ -35,17 +35,17 @@ class Pattern:
 
         Args:
             text: the expression.
-            stated: that a key is what, for messages.
-            expected: what may stand there, for messages.
+            stated: "<key> is <value>", for messages.
+            expected: the expected values, for messages.
 
         Raises:
-            CheckpointError: it is none, or has too many ways to match.
+            CheckpointError: ``text`` is no regular expression, or has too many ways to match.
         """
         self._spent, self._stated = 0.0, stated
         try:
             self._compiled = re.compile(text)
             tree = list(parser.parse(text))
-            # After a repetition at the end nothing fails, so that there is one way.
+            # A repetition at the end never fails later: only one way is tried.
             at_end = bool(tree) and _of_node(*tree[-1]) == (1, 1)
             self._repeats, self._ways = _choices(tree[:-1] if at_end else tree)
         except (re.error, TypeError, RecursionError, OverflowError):
@@ -53,15 +53,15 @@ class Pattern:
         self._check(_LENGTH)
 
     def match(self, name: str) -> bool:
-        """Whether it matches from the start of a name.
+        """Whether the pattern matches from the start of a name.
 
         Raises:
-            CheckpointError: it has too many ways to match this one, or the time for all names is over.
+            CheckpointError: too many ways to match this name, or the time for all names is over.
         """
         return self._run(self._compiled.match, name, 0)
 
     def search(self, name: str) -> bool:
-        """As :meth:`match`, anywhere in a name."""
+        """Whether the pattern matches anywhere in a name; raises as :meth:`match`."""
         return self._run(self._compiled.search, name, 1)
 
     def _run(self, function: Any, name: str, more: int) -> bool:
@@ -87,10 +87,10 @@ class Pattern:
 
 
 def names_field(owner: Mapping[str, Any], name: str, key: str) -> list[str]:
-    """A list of names of modules and regular expressions (``re:...``) in a JSON object; [] if it is not there.
+    """A list of names of modules and regular expressions (``re:...``) in a JSON object; [] if the list is missing.
 
     Raises:
-        CheckpointError: it is something else, or an expression is none.
+        CheckpointError: the value is no list of strings, or an expression is invalid.
     """
     found = json_field(owner, name, list, key) or []
     for entry in found:
@@ -99,10 +99,10 @@ def names_field(owner: Mapping[str, Any], name: str, key: str) -> list[str]:
 
 
 def name_or_pattern(entry: object, key: str) -> Pattern | None:
-    """The expression of ``re:`` and one; None of the name of a module.
+    """The regular expression behind ``re:``, or None for the name of a module.
 
     Raises:
-        CheckpointError: a value is neither.
+        CheckpointError: ``entry`` is no string, or its expression is invalid.
     """
     expected = "a name or a regular expression (re:...)"
     check_field(isinstance(entry, str), key, entry, expected)
@@ -110,7 +110,7 @@ def name_or_pattern(entry: object, key: str) -> Pattern | None:
 
 
 def _choices(tree: Any) -> tuple[int, int]:
-    """How many repetitions without end follow each other, and the product of all other choices."""
+    """Number of unbounded repetitions in sequence, and the product of all other choices."""
     repeats, ways = 0, 1
     for op, value in tree:
         more, times = _of_node(op, value)
@@ -129,11 +129,11 @@ def _of_node(op: Any, value: Any) -> tuple[int, int]:
     if op in (ops.ASSERT, ops.ASSERT_NOT):
         return _choices(value[1])
     if op not in _REPEATS:
-        return 0, _WAYS + 1  # conditions and what later versions of Python add
+        return 0, _WAYS + 1  # conditions, and syntax of later Python versions
     low, high, body = value
     more, times = _choices(body)
     if low > 1 and body.getwidth()[0] == 0:
-        return 0, _WAYS + 1  # may be repeated without an end of the name
+        return 0, _WAYS + 1  # repetitions of an empty match do not use up the name
     if high <= 1:
         return more, times + 1
     if (more, times) == (0, 1):

@@ -1,6 +1,6 @@
 """Quantization arguments as a checkpoint states them (upstream: ``compressed_tensors.quantization``).
 
-The method takes the real classes of compressed-tensors too: only attributes are read, and enums compare as strings.
+compressed-tensors' own classes are taken too: only attributes are read, and enums compare as strings.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from enum import Enum
 
 
 class QuantizationStrategy(str, Enum):
-    """What shares a scale."""
+    """The values that share a scale."""
 
     TENSOR = "tensor"
     CHANNEL = "channel"
@@ -24,13 +24,13 @@ class QuantizationArgs:
     """How one tensor of a linear layer is quantized.
 
     Attributes:
-        num_bits: per value.
+        num_bits: bits per value.
         type: ``int`` or ``float``.
         symmetric: no zero point.
         group_size: input features per scale, with strategy ``group``.
-        strategy: what shares a scale.
+        strategy: a value of :class:`QuantizationStrategy`.
         dynamic: quantized while the layer runs.
-        actorder: of weights: the order of input features in groups, if it is not that of the file.
+        actorder: for weights: the order of input features in groups, if other than in the file.
     """
 
     num_bits: int = 8

@@ -1,11 +1,11 @@
-"""From router logits to experts and their weights: ``torch.ops.w4a8.topk_routing`` by the names of vLLM's methods.
+"""From router logits to experts and their weights: ``torch.ops.w4a8.topk_routing`` with the names of vLLM's methods.
 
-Everything is float32. Between equal scores the expert with the lower index wins, and a token's experts come in
-descending order of the score they were selected by: the op of the experts adds them in this order, so both are part of
-the result.
+Everything is float32. Between equal scores the expert with the lower index wins. A token's experts are in descending
+order of the score that selected them. ``dynamic_4bit_int_moe`` sums the experts in this order, so the order changes the
+result's bits.
 
-Without a correction bias, experts are selected by their logits: every scoring function is monotonic, so the choice is
-the same, and logits that differ stay apart where their scores round to one float.
+Without a correction bias, experts are selected by their logits. Every scoring function is monotonic, so the choice is
+the same, and different logits stay apart where their scores round to the same float.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from w4a8.ops import topk_routing
 class RoutingMethodType(IntEnum):
     """How router logits become experts and weights (docs/vllm_mirror.md, "Routing")."""
 
-    Default = 0  # softmax over all, top-k
-    Renormalize = 1  # top-k, softmax over those
+    Default = 0  # softmax over all experts, top-k
+    Renormalize = 1  # top-k, softmax over the selected experts
     DeepSeekV3 = 2  # sigmoid, + bias, groups, top-k, unbiased weights renormalized and scaled
     Llama4 = 3  # top-k, sigmoid
-    RenormalizeNaive = 4  # softmax over all, top-k, divided by their sum
+    RenormalizeNaive = 4  # softmax over all experts, top-k, divided by their sum
     TopK = 5  # the logits themselves
     SigmoidRenorm = 6  # sigmoid, top-k, divided by their sum
     MiniMax2 = 7  # DeepSeekV3 without groups
@@ -69,18 +69,18 @@ def select_experts(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Selects the experts of each token (upstream: ``...fused_moe.cpu_fused_moe.select_experts``).
 
-    Upstream's CPU version knows softmax and sigmoid, takes a correction bias and the scaling factor only with groups
-    (and ignores them silently otherwise), and leaves ties to ``torch.topk``.
+    Upstream's CPU version has softmax and sigmoid, leaves ties to ``torch.topk``, and without groups silently ignores a
+    correction bias and the scaling factor.
 
     Args:
         hidden_states: [T, H]; only the custom function reads it.
-        router_logits: [T, E], any real dtype; computed with as float32.
+        router_logits: [T, E], any real dtype; converted to float32.
         top_k: experts per token, at most E.
         use_grouped_topk: select among the best ``topk_group`` of ``num_expert_group`` groups of neighbouring experts.
         renormalize: divide the weights of a token by their sum.
-        topk_group: groups that are kept.
-        num_expert_group: groups there are.
-        custom_routing_function: ``f(hidden_states=, gating_output=, topk=, renormalize=)`` that does it all.
+        topk_group: number of groups that are kept.
+        num_expert_group: number of groups.
+        custom_routing_function: ``f(hidden_states=, gating_output=, topk=, renormalize=)``, called instead of all this.
         scoring_func: softmax, sigmoid, sqrtsoftplus or identity.
         routed_scaling_factor: multiplies the weights, last.
         e_score_correction_bias: [E], added to the scores for selecting; the weights are the scores without it.
@@ -119,7 +119,7 @@ def select_experts(
     )
 
 
-# scoring function, renormalize
+# (scoring function, renormalize) of each method
 _METHODS = {
     RoutingMethodType.Default: ("softmax", False),
     RoutingMethodType.Renormalize: ("softmax", True),
@@ -137,15 +137,15 @@ ROUTING_METHODS = frozenset(_METHODS)
 
 
 class Router(NamedTuple):
-    """How logits become experts and weights, beside the number of experts and the values of a bias.
+    """How logits become experts and weights, without the number of experts and the values of a bias.
 
-    Every reader of a model makes one: of the keys of a GGUF file, of a config.json, of a config of transformers.
+    Routers are made from the keys of a GGUF file, from a config.json, or from a config of transformers.
 
     Attributes:
         routing_method: scoring function and renormalization.
-        num_expert_group, topk_group: groups of neighbouring experts, and how many a token keeps; None for no groups.
+        num_expert_group, topk_group: number of groups of neighbouring experts, and of kept groups; None for no groups.
         routed_scaling_factor: multiplies the weights, last.
-        has_correction_bias: scores get an ``e_score_correction_bias`` for selecting.
+        has_correction_bias: an ``e_score_correction_bias`` is added to scores for selecting.
         apply_router_weight_on_input: the weights multiply the input of the experts.
     """
 
@@ -158,7 +158,7 @@ class Router(NamedTuple):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of the operators ``topk_routing`` and ``decoder_add_experts``, by name; a bias comes beside them."""
+        """Arguments of ``topk_routing`` and ``decoder_add_experts``, by name, without the bias."""
         scoring_func, renormalize = _METHODS[self.routing_method]
         return {
             "scoring_func": scoring_func,
@@ -181,12 +181,11 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As :func:`select_experts`, with the scoring function and the renormalization of one of ROUTING_METHODS.
 
-    Groups, a correction bias and a scaling factor (None is 1) are honoured whenever they are given, with every method:
-    DeepSeek-V2 is Default with groups, for example. That Llama4's weights go into the input is the layer's
-    ``apply_router_weight_on_input``.
+    Every method takes groups, a correction bias and a scaling factor (None is 1). For example, DeepSeek-V2 is Default
+    with groups. Llama4 multiplies the input by the weights, by ``apply_router_weight_on_input`` of the layer.
 
     Raises:
-        ValueError: a method that says nothing of the arithmetic (Unspecified, Custom).
+        ValueError: a method without a defined computation (Unspecified, Custom).
     """
     if routing_method not in _METHODS:
         raise ValueError(f"{routing_method!r} does not say how to select experts: select them outside the layer")

@@ -1,4 +1,4 @@
-"""Which type the scales of a matrix are packed in: the one place that decides it."""
+"""The one place that decides the type of a matrix's packed scales."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import torch
 from w4a8.core.float8 import are_powers_of_two
 from w4a8.core.kind import Kind
 
-# Types that scales of one level are packed in, beside exponents.
+# Types of packed scales of one level, beside E8M0.
 SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
-# Exponents of e8m0, by their bits.
+# e8m0 exponents, as their bits.
 E8M0 = torch.uint8
 
 
 def has_two_levels(group_size: int, columns: int) -> bool:
-    """Whether the operators have scales of two levels for such groups of so many input features."""
+    """Whether the operators have channel scales for groups of ``group_size`` in K = ``columns``."""
     return group_size == 16 and columns != 16
 
 
 def has_exponents(kind: Kind, group_size: int, columns: int) -> bool:
-    """Whether the operators have scales of e8m0 for such groups of so many input features."""
+    """Whether the operators have e8m0 scales for this kind, in groups of ``group_size`` in K = ``columns``."""
     return kind == Kind.E2M1 and group_size > 0 and group_size % 32 == 0 and group_size != columns
 
 
 def scale_type_name(dtype: torch.dtype) -> str:
-    """As :func:`w4a8.read_header` calls a type of scales of one level."""
+    """The ``scale_dtype`` of :func:`w4a8.read_header` for a type of scales of one level."""
     return "e8m0" if dtype == E8M0 else str(dtype).removeprefix("torch.")
 
 
@@ -36,14 +36,14 @@ def scale_type_named(name: str) -> torch.dtype:
 
 
 def holds_scales(dtype: torch.dtype, scales: torch.Tensor, kind: Kind = Kind.INT4) -> bool:
-    """Whether a type holds every scale exactly; of e2m1 also its half, which is what is packed.
+    """Whether a type holds every scale exactly; for e2m1 also the half of every scale, which is packed.
 
     Args:
         dtype: one of :data:`SCALE_TYPES`, or :data:`E8M0`.
         scales: floating point.
-        kind: of the codes that they multiply.
+        kind: kind of the codes.
     """
-    # One matrix of a stack at a time: the temporaries stay small.
+    # One matrix of a stack at a time keeps temporaries small.
     for part in scales if scales.dim() == 3 else (scales,):
         if dtype == E8M0:
             if not are_powers_of_two(part):
@@ -58,18 +58,18 @@ def holds_scales(dtype: torch.dtype, scales: torch.Tensor, kind: Kind = Kind.INT
 
 
 def kept_scale_dtypes(scales: torch.Tensor, kind: Kind, group_size: int, columns: int) -> Iterator[torch.dtype]:
-    """The types that hold every scale exactly. The first is the one to pack in: the one rule for all formats.
+    """The types that hold every scale exactly. Scales of all formats are packed in the first of them.
 
-    It has the fewest bytes: :data:`E8M0` where the operators have it, else bfloat16 or float16. Of these two bfloat16
-    comes first, which kernels widen by a shift. The last one is float32: where no other holds them, scales are that.
+    Smaller types come first: :data:`E8M0` where the operators have it, bfloat16, float16, and always float32. bfloat16
+    is before float16 because kernels widen bfloat16 by a shift.
 
     Args:
         scales: floating point [..., N, groups].
-        kind: of the codes that they multiply.
+        kind: kind of the codes.
         group_size: values of k per scale; -1 is channelwise.
         columns: K.
     """
-    if scales.is_meta:  # where there are no values: what tools write needs its type, or exponents
+    if scales.is_meta:  # no values: assume the type of the scales; for e2m1 E8M0, or bfloat16 without E8M0
         exponents = E8M0 if has_exponents(kind, group_size, columns) else torch.bfloat16
         yield exponents if kind == Kind.E2M1 else scales.dtype
         return

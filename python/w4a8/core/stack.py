@@ -1,4 +1,4 @@
-"""Matrices of one shape for all experts, each packed into its place as soon as its last rows are there."""
+"""Matrices of one shape for all experts. Each matrix is packed into its place when its last rows are put in."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from w4a8.core.scale_types import has_two_levels, holds_scales, kept_scale_dtype
 
 
 class _Waiting:
-    """The rows of one matrix that have come, until all have."""
+    """A matrix of which some rows have not been put in."""
 
     def __init__(self, rows: int, like: Matrix, has_bias: bool) -> None:
-        """Room for ``rows`` rows of what ``like`` has some of.
+        """Room for ``rows`` rows of each tensor that ``like`` has.
 
-        Floats as float32, which holds those of every file; super-scales are float16 in each. On the meta device they
-        keep their type, which is all that is known of them.
+        Floats become float32, which holds the floats of every file. Super-scales stay float16. On the meta device
+        floats keep their type, which later decides the packed type.
         """
         self._kind = like.kind
         kept = {name: tensor for name, tensor in like.tensors().items() if name not in ("zero_points", "bias")}
@@ -32,7 +32,7 @@ class _Waiting:
         widened = [name for name in widened if name == "bias" or not like.codes.is_meta]
         types = {name: torch.float32 if name in widened else each.dtype for name, each in kept.items()}
         sizes = {name: torch.empty(0, dtype=dtype).element_size() for name, dtype in types.items()}
-        # One block of pages, the widest numbers first so that all are aligned.
+        # One allocation, the widest numbers first, so that all tensors are aligned.
         names = sorted(kept, key=lambda name: -sizes[name])
         counts = [math.prod(shapes[name]) * sizes[name] for name in names]
         parts = fresh_bytes(sum(counts), like=like.codes).split(counts)
@@ -42,11 +42,11 @@ class _Waiting:
         self.clear()
 
     def make_zero_points(self) -> None:
-        """Room for zero points; they are the middle until others come."""
+        """Room for zero points, all of them the kind's middle."""
         self.tensors["zero_points"] = self._kind.middles(self.tensors["scales"])
 
     def put(self, rows: slice, pieces: dict[str, torch.Tensor]) -> bool:
-        """Copies rows; returns whether the matrix is complete."""
+        """Copies rows. Returns whether the matrix is complete."""
         for name, piece in pieces.items():
             target = self.tensors[name][rows]
             if target.shape != piece.shape:
@@ -58,17 +58,17 @@ class _Waiting:
         return 0 not in self._come
 
     def clear(self) -> None:
-        """Nothing has come any more; the memory stays."""
-        self._come = bytearray(len(self.tensors["codes"]))  # by row
+        """Marks all rows as missing; keeps the memory."""
+        self._come = bytearray(len(self.tensors["codes"]))  # 1 for each row that was put in
 
 
 class MatrixStack:
     """Packed matrices [N, K] of E experts, uint8 [E, bytes], put in by rows, in any order.
 
-    A matrix is packed when its last rows come; what is incomplete waits as codes and float32 scales. All matrices
-    of the stack have as many bytes: their scales are packed in the first of :func:`kept_scale_dtypes` that holds all of
-    them. A scale that the type so far would round makes the stack pack again what it has packed already. So does the
-    first zero point that is not the middle of the codes: the matrices before get such zero points then.
+    A matrix is packed when its last rows are put in. Until then its codes and float32 scales are kept. All matrices of
+    the stack have the same size, so their scales have one type: the first of :func:`kept_scale_dtypes` that holds the
+    scales of all. The stack packs its matrices again when new scales need another type, or when the first zero point
+    other than the kind's middle is put in. Earlier matrices then get the middle as zero points.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class MatrixStack:
             experts: E.
             rows, columns: N and K of each matrix.
             group_size: values of k per scale; -1 is channelwise.
-            bias_dtype: type of the model, which biases are rounded to; None if there are none.
-            packed_as: how it must be packed; as the matrices ask for if not given. The first one says the kind of all,
-                and whether scales have two levels.
-            activation_group: how activations are quantized for all: -1, 32, 64 or 128. ``packed_as`` has its own.
+            bias_dtype: type of the model, to which biases are rounded; None: no biases.
+            packed_as: the form to pack in. None: the form that the matrices need; the first matrix decides the kind of
+                all, and whether scales have two levels.
+            activation_group: how activations are quantized: -1, 32, 64 or 128. Unused if ``packed_as`` is given.
         """
         self.experts, self.rows, self.columns, self.group_size = experts, rows, columns, group_size
         self.bias_dtype = bias_dtype
@@ -99,14 +99,14 @@ class MatrixStack:
         self._kind = None if packed_as is None else packed_as.kind
         self.packed_as = packed_as or PackedAs(activation_group=activation_group)
         self._is_fixed = packed_as is not None
-        self._scale_dtypes: tuple[torch.dtype, ...] = ()  # that hold all that has come, the best first
+        self._scale_dtypes: tuple[torch.dtype, ...] = ()  # that hold all scales so far, the best first
         self._zero_points = False
-        self._two_levels: bool | None = None  # of what comes
+        self._two_levels: bool | None = None  # whether the given matrices have channel scales
         self._keeps_levels = has_two_levels(group_size, columns)
         self._packed: torch.Tensor | None = None
         self._done: set[int] = set()
-        # Experts are written from the first to the last, so that no memory is taken ahead: with huge pages, the first
-        # byte of one takes that of its neighbours. What comes too early is held, packed.
+        # Experts are written from the first to the last: with huge pages, writing an expert also takes memory of its
+        # neighbours. An expert that is packed before its turn is held.
         self._written = 0
         self._held: dict[int, torch.Tensor] = {}
         self._waiting: dict[int, _Waiting] = {}
@@ -114,18 +114,19 @@ class MatrixStack:
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """That scales are kept in, as far as is known."""
+        """The type of packed scales so far."""
         return self.packed_as.scale_dtype
 
     def put(self, expert: int, row: int, matrix: Matrix, has_bias: bool = True) -> None:
-        """Copies a matrix to rows [row, row + its rows) of an expert; it has a bias if and only if the stack has.
+        """Copies ``matrix`` to the rows of an expert from ``row`` on.
 
-        A matrix without zero points beside others that have them gets the middle everywhere, which is the same.
-        ``has_bias`` False puts zeros in place of the bias: another rank adds it.
+        The matrix needs a bias if and only if the stack has biases; ``has_bias`` False puts zeros in its place, because
+        another rank adds the bias. If other matrices have zero points, a matrix without zero points gets the middle
+        everywhere, which means the same.
 
         Raises:
-            ValueError: a matrix of another shape, or of another kind than those before, or one that completes an
-                expert that cannot be packed as ``packed_as`` says.
+            ValueError: a matrix of another shape or kind than the stack, or a complete expert that cannot be packed as
+                ``packed_as`` says.
         """
         self._agree_on(matrix)
         if matrix.zero_points is not None and not self._zero_points:
@@ -149,7 +150,7 @@ class MatrixStack:
                 self._spare = waiting
 
     def _agree_on(self, matrix: Matrix) -> None:
-        """Takes what the first matrix consists of as that of all, and refuses another."""
+        """Records the kind and tensors of the first matrix, and refuses a matrix with others."""
         kind, two_levels = matrix.kind, matrix.channel_scales is not None
         if self._kind is None:
             self._kind = kind
@@ -200,7 +201,7 @@ class MatrixStack:
         self._store(expert, tensors)
 
     def _scale_dtype_with(self, expert: int, scales: torch.Tensor) -> torch.dtype:
-        """That the stack is packed in, with these scales in it."""
+        """The type of packed scales that also holds ``scales``."""
         dtype, kind = self.packed_as.scale_dtype, self.packed_as.kind
         if self._is_fixed:
             if dtype != torch.float32 and not holds_scales(dtype, scales, kind):
@@ -229,7 +230,7 @@ class MatrixStack:
             self._written += 1
 
     def _repack(self, packed_as: PackedAs, like: dict[str, torch.Tensor]) -> None:
-        """Packs what is packed as something else; on the meta device, where nothing is, what is as large."""
+        """Packs all packed experts again in another form; on the meta device packs ``like`` in place of each."""
         before, written, held = self._packed, self._written, self._held
         self._packed, self._written, self._held = None, 0, {}
         self.packed_as = packed_as
@@ -240,11 +241,11 @@ class MatrixStack:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing has come (since :meth:`pack`)."""
+        """Whether no matrix was put in since :meth:`pack`."""
         return not self._done and not self._waiting
 
     def pack(self) -> torch.Tensor:
-        """uint8 [E, bytes], once all matrices are there; the stack is empty afterwards.
+        """uint8 [E, bytes]. All matrices must be complete. The stack is empty afterwards.
 
         Raises:
             ValueError: a matrix is incomplete.

@@ -1,4 +1,4 @@
-"""How many threads torch uses."""
+"""The number of threads that torch uses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """For very many tiny operations, whose threads would mostly wait for each other."""
+    """Lets torch use one thread, for very many tiny operations, whose threads would mostly wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -9,7 +9,7 @@ import torch
 
 
 def set_weight_attrs(weight: torch.Tensor, weight_attrs: Mapping[str, Any] | None) -> None:
-    """Sets attributes on a parameter, each for the first time.
+    """Sets attributes on a parameter that does not have them.
 
     Raises:
         ValueError: the parameter already has one of them.
@@ -21,12 +21,12 @@ def set_weight_attrs(weight: torch.Tensor, weight_attrs: Mapping[str, Any] | Non
 
 
 def replace_parameter(layer: torch.nn.Module, param_name: str, new_data: torch.Tensor) -> None:
-    """Replaces a parameter, so that the old one's memory is freed.
+    """Replaces a parameter, which frees the memory of the old one.
 
     Args:
-        layer: that owns it.
-        param_name: its name.
-        new_data: becomes the parameter (without gradient) and inherits the old one's ``weight_loader``.
+        layer: owner of the parameter.
+        param_name: name of the parameter.
+        new_data: the new parameter (without gradient), which gets the ``weight_loader`` of the old one.
     """
     old = getattr(layer, param_name, None)
     new = torch.nn.Parameter(new_data.detach(), requires_grad=False)

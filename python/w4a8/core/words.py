@@ -1,4 +1,4 @@
-"""What matrices are, how many layers of each kind there are, and sizes, in words for people."""
+"""Kinds of matrices, counts of layers and sizes, in words for messages."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Mapping
 
 _PLURALS = {"layer of experts": "layers of experts"}
 
-# Formats with a name of their own, by values and type of scales.
+# Names of formats, by ``values`` and ``scale_dtype`` of a header.
 _FORMATS = {("e2m1", "e8m0"): "MXFP4", ("e2m1", "e5m3"): "NVFP4"}
 
 
 def weights_in_words(header: Mapping[str, object]) -> str:
-    """``int4 with zero points in groups of 128``.
+    """A text like ``int4 with zero points in groups of 128``.
 
     Args:
-        header: of a packed matrix, or what would be in it: ``values``, ``scale_dtype``, ``has_zero_points``,
-            ``has_minimums``, ``group``, ``k``.
+        header: ``values``, ``scale_dtype``, ``has_zero_points``, ``has_minimums``, ``group`` and ``k`` of a packed
+            matrix.
     """
     name = _FORMATS.get((header["values"], header["scale_dtype"]), header["values"])
     zeros = " with zero points" * header["has_zero_points"] + " with minimums" * header["has_minimums"]
@@ -24,10 +24,10 @@ def weights_in_words(header: Mapping[str, object]) -> str:
 
 
 def counted(counts: Counter[str]) -> str:
-    """``2 linear layers (int4 in groups of 32), 1 output layer (int8 channelwise)``, by kinds, the most first.
+    """A text like ``2 linear layers (int4 in groups of 32), 1 output layer (int8 channelwise)``, the most first.
 
     Args:
-        counts: how many there are of each ``kind: what of it``.
+        counts: number of layers of each ``<kind of layer>: <detail>``.
     """
     kinds: dict[str, list[tuple[str, int]]] = defaultdict(list)
     for key, count in counts.most_common():
@@ -42,7 +42,7 @@ def counted(counts: Counter[str]) -> str:
 
 
 def gigabytes(count: float) -> str:
-    """``1.24 GB``, ``310 MB`` or ``1,024 bytes``: of 10^9."""
+    """A text like ``1.24 GB`` (10^9 bytes), ``310.0 MB`` or ``1,024 bytes``."""
     if count < 1e6:
         return f"{int(count):,} bytes"
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"

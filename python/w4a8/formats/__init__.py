@@ -1,22 +1,22 @@
-"""Checkpoint formats, one file each: a pure function that turns the tensors of one matrix into a :class:`Matrix`, what
-is known of the format (:class:`Format`), and which modules its configuration says are quantized (:class:`Rules`).
+"""Checkpoint formats, one file each, with a function that turns the tensors of one matrix into a :class:`Matrix`, facts
+of the format (:class:`Format`), and the modules that its configuration quantizes (:class:`Rules`).
 
-Nothing is dequantized and nothing is rounded: the codes are put in another order, scales and biases stay the tensors
-that came. Codes have 4 bits, or 8 in GPTQ and pack-quantized.
+Nothing is dequantized or rounded, except NVFP4's 1 / weight_global_scale. Codes are reordered; scales and biases
+keep their values. Codes have 4 bits, or 8 in GPTQ and pack-quantized.
 
     from_gptq                GPTQ, versions 1 and 2 (``checkpoint_format: gptq_v2``)
     from_awq                 AWQ (GEMM packing)
-    from_auto_round          AutoRound's own format, which is packed as one of the two
+    from_auto_round          AutoRound's own format, packed as GPTQ or AWQ
     from_int_quantized       compressed-tensors, one int8 per value
     from_pack_quantized      compressed-tensors, int32 words
     from_mxfp4               MXFP4 blocks, as gpt-oss has them
-    from_mxfp4_pack_quantized   the same in compressed-tensors and AutoRound
-    from_quark_mxfp4         the same as AMD Quark writes it
+    from_mxfp4_pack_quantized   MXFP4 in compressed-tensors and AutoRound
+    from_quark_mxfp4         MXFP4 as AMD Quark writes it
     from_nvfp4               NVFP4, as nvidia-modelopt writes it
-    from_nvfp4_pack_quantized   the same in compressed-tensors and AutoRound
+    from_nvfp4_pack_quantized   NVFP4 in compressed-tensors and AutoRound
 
-Each takes the tensors by the last part of their names, and the name of the matrix for its errors. Which of them reads a
-module, and with which group size, says the ``quantization_config`` of the checkpoint:
+Each function takes the tensors by the last part of their names, and the name of the matrix for its errors. The
+``quantization_config`` of the checkpoint decides the function and the group size of a module:
 
     rules_of(config).of(name)    Scheme, with read(tensors, name), or LeftOut, with the reason
 """
@@ -35,7 +35,7 @@ from w4a8.formats.nvfp4 import from_nvfp4, from_nvfp4_pack_quantized
 from w4a8.formats.rules import RULES, Rules, find_config, method_of, rules_of, scheme_of
 from w4a8.formats.scheme import LeftOut, Scheme
 
-# Whose checkpoints are read.
+# The values of ``quant_method`` whose checkpoints are read.
 METHODS = tuple(sorted(RULES))
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""AutoRound's own format, which is GPTQ's, AWQ's, or compressed-tensors' of 4-bit floats."""
+"""AutoRound's own format: GPTQ's or AWQ's, and for 4-bit floats compressed-tensors' formats."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from w4a8.formats.scheme import LeftOut, Scheme
 
 
 def packing_of(packing: str) -> tuple[str, int] | None:
-    """What AutoRound's ``packing_format`` is: ``gptq`` or ``awq``, and the version of GPTQ; None if it is another."""
+    """``gptq`` or ``awq``, and the version of GPTQ, for AutoRound's ``packing_format``; None if unknown."""
     kind = packing.rpartition(":")[2]
     if kind in ("awq", "auto_awq"):
         return "awq", 1
     if kind in ("gptq", "auto_gptq", "auto"):
         return "gptq", 1
-    if kind in ("auto_round", "gptqmodel"):  # zero points as they are
+    if kind in ("auto_round", "gptqmodel"):  # zero points are not stored minus 1
         return "gptq", 2
     return None
 
@@ -45,7 +45,7 @@ def from_auto_round(tensors: Tensors, name: str, group_size: int, symmetric: boo
     """A matrix of AutoRound: :func:`from_awq`, or :func:`from_gptq` without ``g_idx``, as ``packing_format`` says.
 
     Raises:
-        ValueError: an unknown packing, and as there.
+        ValueError: an unknown packing, and as these two functions.
     """
     found = packing_of(packing)
     if found is None:
@@ -59,7 +59,7 @@ def from_auto_round(tensors: Tensors, name: str, group_size: int, symmetric: boo
 class AutoRoundRules(BaseRules):
     """``quant_method: auto-round``: AutoRound's own format, packed as GPTQ or as AWQ."""
 
-    _SPECIAL = frozenset("*+?^$()[]{}|\\")  # with one of them, a key of extra_config is a regular expression
+    _SPECIAL = frozenset("*+?^$()[]{}|\\")  # a key of extra_config with one of these is a regular expression
 
     def read_exceptions(self, config: Mapping[str, Any]) -> None:
         blocks = next((n for n in ("block_name_to_quantize", "to_quant_block_names") if config.get(n)), None)
@@ -79,7 +79,7 @@ class AutoRoundRules(BaseRules):
                 self._by_pattern.append((pattern(text, where), found))
 
     def of(self, module: str) -> Scheme | LeftOut:
-        """As :meth:`Rules.of`: an entry of ``extra_config`` by its whole name, its end or a pattern, else by block."""
+        """As :meth:`Rules.of`: by ``extra_config`` (whole name, end of the name, pattern), else by block."""
         found = self._exact.get(module)
         if found is None:
             found = next((entry for name, entry in self._exact.items() if module.endswith(f".{name}")), None)

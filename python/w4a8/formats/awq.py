@@ -34,7 +34,7 @@ from w4a8.formats.rules import (
 )
 from w4a8.formats.scheme import LeftOut, Scheme
 
-# Where the codes of a word belong: code i is output feature 8 c + ORDER[i], so feature j is code INVERSE[j].
+# Code i of word c is output feature 8 c + ORDER[i]; output feature 8 c + j is code INVERSE[j] of word c.
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 INVERSE = tuple(ORDER.index(j) for j in range(CODES))
 
@@ -45,9 +45,9 @@ def output_features(words: torch.Tensor) -> torch.Tensor:
 
 
 def output_nibbles(words: torch.Tensor) -> torch.Tensor:
-    """int32 [K, N/8] to uint8 [N, K/2]: :func:`output_features` of even and odd rows in pairs, eight codes at once."""
+    """int32 [K, N/8] to uint8 [N, K/2]: nibbles of :func:`output_features` in pairs of even and odd rows."""
     even, odd = words.T[:, 0::2], words.T[:, 1::2]
-    # Codes 0, 2, 4, 6 of two rows in the bytes of a word; codes 1, 3, 5, 7.
+    # The bytes of a word: in low codes 0, 2, 4, 6 of two rows, in high codes 1, 3, 5, 7.
     low = (even & 0x0F0F0F0F) | (odd & 0x0F0F0F0F) << 4
     high = (even >> 4 & 0x0F0F0F0F) | (odd & -0x0F0F0F10)
     found = torch.empty(words.shape[1], CODES, words.shape[0] // 2, dtype=torch.uint8, device=words.device)
@@ -62,7 +62,7 @@ def from_awq(tensors: Tensors, name: str, group_size: int, symmetric: bool = Fal
     """A matrix of an AWQ checkpoint.
 
         qweight   int32 [K, N/8]     output features of a word in the order 0, 2, 4, 6, 1, 3, 5, 7
-        qzeros    int32 [K/g, N/8]   likewise
+        qzeros    int32 [K/g, N/8]   in the same order
         scales    [K/g, N]
         bias      [N]                may be missing
 
@@ -70,7 +70,7 @@ def from_awq(tensors: Tensors, name: str, group_size: int, symmetric: bool = Fal
         tensors: by these names.
         name: of the matrix, for errors.
         group_size: g, -1 for one group.
-        symmetric: the configuration says ``zero_point: false``: they are 8, and ``qzeros`` may be missing.
+        symmetric: the configuration says ``zero_point: false``: zero points are 8, and ``qzeros`` may be missing.
 
     Raises:
         ValueError: a tensor is missing, has another dtype or shape, or values that this format does not have.

@@ -1,4 +1,4 @@
-"""compressed-tensors (llm-compressor). Whether inputs are int8 (W4A8) or not (W4A16) changes nothing of the weights."""
+"""compressed-tensors (llm-compressor). Weights are the same with int8 inputs (W4A8) and without (W4A16)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _rest(
     symmetric: bool,
     bits: int = 4,
 ) -> Matrix:
-    """The matrix of nibbles, or of codes of 8 bits, with everything that both formats share."""
+    """The matrix of nibbles, or of codes of 8 bits, with the tensors that both integer formats share."""
     rows, features = stored.shape[0], stored.shape[1] * 8 // bits
     groups = groups_of(features, group_size, name, "weight_scale")
     why = f"{features} x {rows} features in groups of {group_size}"
@@ -109,7 +109,7 @@ def from_pack_quantized(tensors: Tensors, name: str, group_size: int, symmetric:
 
 
 def check_words(words: tuple[int, ...], name: str, rows: int, features: int, bits: int) -> None:
-    """Raises ValueError unless ``weight_packed``, of this shape, has words for that many codes, and no others."""
+    """Raises ValueError unless the shape ``words`` of ``weight_packed`` fits ``rows`` x ``features`` codes."""
     expect_shape(words, name, "weight_packed", (rows, -(-features // (32 // bits))), f"{rows} x {features} features")
 
 
@@ -143,7 +143,7 @@ PACK_QUANTIZED = register(
     )
 )
 
-# Formats of 4-bit floats, and how many share a scale.
+# Formats of 4-bit floats, and the number of floats that share a scale.
 _BLOCKS = {MXFP4_PACK.name: MX_BLOCK, NVFP4_PACK.name: NV_BLOCK}
 _FORMATS = (INT_QUANTIZED.name, PACK_QUANTIZED.name, *_BLOCKS)
 
@@ -154,17 +154,17 @@ def _args(entry: Mapping[str, Any]) -> QuantizationArgs:
 
 
 def scheme_of_args(format_: object, weights: Any, inputs: Any, key: str) -> Scheme:
-    """The scheme of QuantizationArgs, compressed-tensors' own or this package's; inputs None: not quantized.
+    """The scheme of QuantizationArgs, compressed-tensors' own or this package's. inputs None: inputs are not quantized.
 
     Raises:
-        CheckpointError: weights or inputs that the operators do not have; names ``key``, of the group.
+        CheckpointError: weights or inputs that the operators do not have; names ``key``, the key of the group.
     """
     check_field(format_ in _FORMATS, f"format of {key}", format_, f"one of {', '.join(map(repr, _FORMATS))}")
     block, where = _BLOCKS.get(format_), f"{key}.weights"
     if block is not None:
         _check_fields(weights, where, type="float", symmetric=True, dynamic=False, group_size=block, num_bits=(4,))
         return Scheme(format_, block, True, weight_only=f"{key}.input_activations is not int8")
-    # Of 8 bits in int8, or with int8 inputs, is another kind of layer, which has kernels of its own everywhere.
+    # Weights of 8 bits in int-quantized, or with int8 inputs, are refused: frameworks have kernels for such layers.
     both = format_ == PACK_QUANTIZED.name and inputs is None
     _check_fields(weights, where, num_bits=(4, 8) if both else (4,), type="int", dynamic=False)
     check_field(isinstance(weights.symmetric, bool), f"{where}.symmetric", weights.symmetric, "true or false")
@@ -175,7 +175,7 @@ def scheme_of_args(format_: object, weights: Any, inputs: Any, key: str) -> Sche
     if order in (True, "group", "dynamic"):
         raise CheckpointError(f"{where}.actorder is {order!r}: reordered input features")
     if inputs is not None:
-        # Declared symmetric or not, the op quantizes asymmetrically, which represents at least as much.
+        # inputs.symmetric is not checked: per token the op quantizes asymmetrically, with at least the same values.
         _check_fields(inputs, f"{key}.input_activations", num_bits=(8,), type="int", strategy="token", dynamic=True)
     weight_only = None if inputs is not None else f"{key}.input_activations is missing"
     group = size if strategy == "group" else -1
@@ -183,16 +183,16 @@ def scheme_of_args(format_: object, weights: Any, inputs: Any, key: str) -> Sche
 
 
 def _text(value: object) -> object:
-    """Of an enum of compressed-tensors its string."""
+    """The string of an enum member of compressed-tensors; other values as they are."""
     return getattr(value, "value", value)
 
 
 def _check_fields(args: Any, key: str, **wanted: Any) -> None:
-    """Raises CheckpointError if an attribute is not as it should be; a tuple is of integers that it may be."""
+    """Raises CheckpointError if an attribute has not the wanted value; a tuple lists the integers that are allowed."""
     for name, value in wanted.items():
         found = _text(getattr(args, name))
         if isinstance(value, tuple):
-            # 4.0 and True are equal to integers, and none of them.
+            # 4.0 and True equal integers, but are not integers.
             valid, expected = type(found) is int and found in value, " or ".join(map(str, value))
         else:
             valid = found is value if isinstance(value, bool) else found == value
@@ -201,12 +201,12 @@ def _check_fields(args: Any, key: str, **wanted: Any) -> None:
 
 
 def _compiled(entries: Iterable[str], key: str) -> dict[str, Pattern | None]:
-    """Entries, and their expressions in the order in which ``compressed_tensors.utils.match_targets`` asks them."""
+    """Entry -> its expression or None, in the order in which ``compressed_tensors.utils.match_targets`` tries them."""
     return {entry: name_or_pattern(entry, key) for entry in sorted(entries)}
 
 
 def _match(module: str, entries: Mapping[str, Pattern | None]) -> str | None:
-    """The first that matches the name of a linear module, else its class or the class above."""
+    """The entry for a linear module: its name, else the first matching pattern, else ``Linear`` or ``Module``."""
     if entries.get(module, False) is None:
         return module
     for entry, pattern in entries.items():
@@ -217,13 +217,13 @@ def _match(module: str, entries: Mapping[str, Pattern | None]) -> str | None:
 
 @rules_for("compressed-tensors")
 class CompressedTensorsRules:
-    """What ``quant_method: compressed-tensors`` says of each module."""
+    """The rules of ``quant_method: compressed-tensors``."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Reads a quantization_config.
 
         Raises:
-            CheckpointError: rotated or sparse weights, or a value of another type than it should be.
+            CheckpointError: rotated or sparse weights, or a value of the wrong type.
         """
         for name, what in (("transform_config", "rotated"), ("sparsity_config", "sparse")):
             entry = json_field(config, name, dict, f"quantization_config.{name}") or {}
@@ -234,7 +234,7 @@ class CompressedTensorsRules:
         self._ignore = _compiled(names_field(config, "ignore", key), f"an entry of {key}")
         key = "quantization_config.config_groups"
         self._groups: dict[str, Mapping[str, Any]] = json_field(config, "config_groups", dict, key) or {}
-        group_of: dict[str, str] = {}  # of several with one target, the last
+        group_of: dict[str, str] = {}  # target -> group; of several groups with one target, the last
         for name, group in self._groups.items():
             check_field(isinstance(group, dict), f"{key}.{name}", group, "an object")
             group_of.update(dict.fromkeys(names_field(group, "targets", f"{key}.{name}.targets"), name))
@@ -242,7 +242,7 @@ class CompressedTensorsRules:
         self._targets = _compiled(group_of, f"a target of {key}")
 
     def of(self, module: str) -> Scheme | LeftOut:
-        """How a linear module is stored, or why it is left out: its name beats a pattern, and that its class."""
+        """How a linear module is stored, or why it is left out. Names go before patterns, patterns before classes."""
         entry = _match(module, self._ignore)
         if entry is not None:
             return LeftOut.not_quantized(module, f"quantization_config.ignore has {shorten(entry)}")

@@ -1,7 +1,7 @@
 """Weights of float8_e4m3fn with scales, as FP8 checkpoints have them.
 
-They are not packed as they are: they become floats, which whoever loads them rounds. So they are none of ``FORMATS``,
-and ``w4a8.load`` does not read them.
+There is no packed form of such weights: they become floats, which the caller rounds. float8 is therefore not in
+``FORMATS``, and ``w4a8.load`` does not read it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Float8Scheme(Scheme):
     """How a matrix of float8_e4m3fn is stored.
 
     Attributes:
-        block: rows and columns that share a scale; None: a row has one, or the matrix.
-        scale: last part of the name of the scales, if the files have none.
+        block: rows and columns that share a scale; None: one scale for each row, or for the matrix.
+        scale: last part of the name of missing scales, for errors.
     """
 
     block: tuple[int, int] | None = None
@@ -42,12 +42,12 @@ class Float8Scheme(Scheme):
         """The weights, float32 [N, K], each product rounded once; and the bias, [N] or None.
 
             weight              float8_e4m3fn [N, K]
-            weight_scale_inv    or weight_scale: of blocks [ceil(N / rows), ceil(K / columns)], the last ones may be
-                                smaller; else [N, 1], [N] or one number
+            weight_scale_inv    or weight_scale: blocks have [ceil(N / rows), ceil(K / columns)], the last blocks may
+                                be smaller; without blocks [N, 1], [N] or one number
             bias                [N], may be missing
 
         Raises:
-            ValueError: a tensor is missing, has another dtype or shape, or a scale is not finite; names it.
+            ValueError: a tensor is missing, has another dtype or shape, or a scale is not finite; names the tensor.
         """
         codes = take(tensors, name, "weight", (E4M3,), 2)
         suffix = next((each for each in self.optional if tensors.get(each) is not None), self.scale)
@@ -75,7 +75,7 @@ class Float8Scheme(Scheme):
 
 
 class _Float8Rules:
-    """``quant_method: fp8``. Files say which matrices are quantized."""
+    """``quant_method: fp8``. All modules have one scheme; the tensors in the files decide whether one is quantized."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Raises CheckpointError if ``weight_block_size`` is neither missing nor two positive integers."""
@@ -92,7 +92,7 @@ class _Float8Rules:
 
 
 class _CompressedRules(CompressedTensorsRules):
-    """Groups of compressed-tensors, some or all of which are floats of 8 bits."""
+    """compressed-tensors' rules, some or all of whose groups are floats of 8 bits."""
 
     def _scheme(self, name: str, module: str) -> Scheme:
         weights, key = self._groups[name].get("weights"), f"{WHERE}.config_groups.{name}.weights"
@@ -127,7 +127,7 @@ def has_float8(config: Mapping[str, Any]) -> bool:
 
 
 def rules_with_float8(config: Mapping[str, Any]) -> Rules:
-    """As :func:`rules_of`, with a :class:`Float8Scheme` of what is float8_e4m3fn."""
+    """As :func:`rules_of`, with a :class:`Float8Scheme` for modules that are float8_e4m3fn."""
     if not has_float8(config):
         return rules_of(config)
     return _CompressedRules(config) if method_of(config) == _COMPRESSED else _Float8Rules(config)

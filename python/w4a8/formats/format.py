@@ -1,4 +1,4 @@
-"""What a format of quantized weights is: one object each, in the file of the format."""
+"""The description of a format of quantized weights: one :class:`Format` in each format's file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix
 
-FLOAT8_SCALE = "weight_scale_inv"  # of the scales of FP8 checkpoints, by which weights are multiplied all the same
+FLOAT8_SCALE = "weight_scale_inv"  # scales of FP8 checkpoints; despite the name, weights are multiplied by them
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,14 @@ class Part:
     """One tensor of a matrix.
 
     Attributes:
-        suffix: the last part of its name.
+        suffix: the last part of the tensor's name.
         kind: ``weight`` (the codes), ``weight_scale``, ``zero_points``, ``shape``, ``g_idx``, ``global_scale`` (one
-            number, of all scales) or ``input_scale`` (that must not be there).
-        dtype: that holds it; float32 stands for all floats, but for ``global_scale``.
-        axes: ``n`` output features, ``k`` input features, ``g`` groups of them. (MXFP4's codes as a matrix; one number
-            may have a dimension of one.)
-        packed: the axis along which codes share an element, a word or a byte; None if none do.
-        bits: of a code.
+            number, a factor of all scales) or ``input_scale`` (refused by the reader).
+        dtype: type of the tensor; float32 stands for all floats, except for ``global_scale``.
+        axes: ``n`` output features, ``k`` input features, ``g`` groups of input features. (MXFP4's blocks count as a
+            matrix of codes. A tensor of one number may have a dimension of size 1.)
+        packed: the axis along which codes share an element (a word or a byte); None if codes do not.
+        bits: bits of a code.
     """
 
     suffix: str
@@ -40,16 +40,16 @@ class Part:
     def takes(self, dtype: torch.dtype) -> bool:
         """Whether a tensor of a file may have this type."""
         floats = self.dtype == torch.float32 and self.kind != "global_scale"
-        # Floats of 8 bits say nothing without scales.
+        # Floats of 8 bits would need scales of their own.
         return dtype == self.dtype or (floats and dtype.is_floating_point and torch.finfo(dtype).bits > 8)
 
     @property
     def codes_in_an_element(self) -> int:
-        """Of the packed axis."""
+        """Codes in an element of a packed tensor."""
         return torch.iinfo(self.dtype).bits // self.bits
 
     def shape(self, rows: int, columns: int, groups: int) -> tuple[int, ...]:
-        """Of a matrix [rows, columns].
+        """The tensor's shape for a matrix [rows, columns].
 
         Raises:
             ValueError: the packed axis does not fill whole words.
@@ -79,19 +79,19 @@ class Part:
 
 @dataclass(frozen=True)
 class Format:
-    """What is the same for all matrices of a format.
+    """The facts that all matrices of a format share.
 
     Attributes:
-        name: as :attr:`Scheme.format` has it.
+        name: the value of :attr:`Scheme.format`.
         parts: the tensors of a matrix, the codes first.
-        read: the matrix of a module, of its tensors by the last part of their names, its name, and its ``Scheme``.
-        kind: of the codes; None: integers of as many bits as the scheme has.
-        features: (N, K) from the shape of the codes and the name of the module; None: as :meth:`Part.features`.
-        spare_zeros: codes [N, K/g] of zero points, of the tensor of that kind and the ``Scheme``: files have them
-            though the scheme is symmetric. None: files have none then.
+        read: (tensors by the last part of their names, name of the module, ``Scheme``) -> matrix.
+        kind: kind of the codes; None: integers with the scheme's bits.
+        features: (shape of the codes, name of the module) -> (N, K); None: :meth:`Part.features`.
+        spare_zeros: (``zero_points`` tensor, ``Scheme``) -> zero points [N, K/g], for files of symmetric schemes that
+            have zero points all the same. None: such files have no zero points.
         is_stacked: one tensor has the codes of all experts of a layer.
-        spare_biases: some tools write biases of zeros where a model has none.
-        unused: last parts of the names of tensors that files have and nothing here needs: scales of inputs.
+        spare_biases: some tools write biases of zeros for a model without biases.
+        unused: last parts of the names of tensors in files that are not read: scales of inputs.
     """
 
     name: str
@@ -128,12 +128,12 @@ def parts_of(form: str, bits: int) -> tuple[Part, ...]:
 
 @cache
 def all_suffixes() -> tuple[str, ...]:
-    """Last parts of the names of all tensors that a module may have in some format."""
+    """Last parts of the names of all tensors that a module may have in any format."""
     return (*quantized_suffixes(), "scales", "weight", "bias")
 
 
 @cache
 def quantized_suffixes() -> tuple[str, ...]:
-    """What only a quantized module has. (Layers of other kinds may have ``scales``; ``weight`` says nothing.)"""
+    """Last parts of names that only quantized modules have. (Other layers may have ``weight`` and ``scales``.)"""
     suffixes = [part.suffix for each in FORMATS.values() for part in each.parts]
     return tuple(dict.fromkeys(suffix for suffix in [*suffixes, FLOAT8_SCALE] if suffix not in ("weight", "scales")))

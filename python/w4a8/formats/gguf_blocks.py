@@ -1,8 +1,8 @@
 """The types of GGUF tensors: their blocks, unpacked into the codes, scales and minimums that the operators take.
 
-A row is quantized along k, in blocks of 32 or 256 weights; every type here is held exactly. A block is a run of bytes,
-named by its fields as ggml names them (``ggml-common.h`` of llama.cpp): d and m are float16, qs are the low bits of
-codes, qh the high ones. In "halves" byte j of a block has code j in its low nibble and code j + n/2 in the high one.
+A row is quantized along k, in blocks of 32, 64 or 256 weights. Every type here is converted exactly. Docstrings have
+the formula and the fields of a block, with ggml's names (``ggml-common.h`` of llama.cpp): d and m are float16, qs the
+low bits of codes, qh the high bits. In "halves", byte j of n/2 has code j in the low nibble, j + n/2 in the high one.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class BlockType:
     """A type of tensors.
 
     Attributes:
-        name: as ggml calls it.
-        id: in the file.
-        weights: of a block.
-        bytes: of a block.
+        name: ggml's name.
+        id: number in the file.
+        weights: weights of a block.
+        bytes: bytes of a block.
         group: weights that share a scale.
         read: blocks, uint8 [N, K / weights, bytes], to the matrix [N, K].
     """
@@ -44,11 +44,11 @@ class BlockType:
         return self.read(rows.view(rows.shape[0], -1, self.bytes))
 
 
-# Bits are moved eight bytes at a time, as int64: PyTorch shifts single bytes as slowly as whole words.
+# Bits are moved in int64, eight bytes at once: PyTorch shifts single bytes as slowly as whole words.
 
 
 def _every(byte: int, step: int = 1) -> int:
-    """An int64 with a value in every ``step``-th of its bytes, the lowest first."""
+    """An int64 with ``byte`` in every ``step``-th byte, from the lowest on."""
     return int.from_bytes(bytes(byte if i % step == 0 else 0 for i in range(8)), "little", signed=True)
 
 
@@ -63,7 +63,7 @@ def _bytes(words: torch.Tensor) -> torch.Tensor:
 
 
 def _halves(block: torch.Tensor) -> torch.Tensor:
-    """Bytes [..., n] to codes of 4 bits [..., 2n], halves."""
+    """Bytes [..., n] in halves to codes of 4 bits [..., 2n], one a byte."""
     words = _words(block)
     return _bytes(torch.cat((words & _every(15), words >> 4 & _every(15)), -1))
 
@@ -71,20 +71,20 @@ def _halves(block: torch.Tensor) -> torch.Tensor:
 def _halves_in_pairs(block: torch.Tensor) -> torch.Tensor:
     """Bytes [..., n] to nibbles [..., n] of the codes that :func:`_halves` gives."""
     words = _words(block)
-    low, high = words & _every(15, 2), words >> 4 & _every(15, 2)  # of the even bytes
-    low |= words >> 4 & _every(0xF0, 2)  # of the odd ones
+    low, high = words & _every(15, 2), words >> 4 & _every(15, 2)  # nibbles of even bytes
+    low |= words >> 4 & _every(0xF0, 2)  # nibbles of odd bytes
     high |= words >> 8 & _every(0xF0, 2)
     return torch.cat((low, high), -1).view(torch.int16).to(torch.uint8)
 
 
 def _in_pairs(codes: torch.Tensor) -> torch.Tensor:
-    """Codes of 4 bits [..., n] to nibbles [..., n / 2]."""
+    """Codes of 4 bits [..., n], one a byte, to nibbles [..., n / 2]."""
     words = _words(codes)
     return (words | words >> 4).view(torch.int16).to(torch.uint8)
 
 
 def _runs(block: torch.Tensor, run: int, bits: int) -> torch.Tensor:
-    """Bytes [N, B, n] to codes of so many bits [N, B, 8 / bits * n]: of each run of bytes the lowest, then more."""
+    """Bytes [N, B, n] to codes [N, B, 8 / bits * n]: for each ``run`` bytes, the codes in their lowest bits first."""
     parts = _words(block.unflatten(-1, (-1, 1, run)))
     shifts = torch.arange(0, 8, bits)[:, None]
     return _bytes(parts >> shifts & _every((1 << bits) - 1)).flatten(-3)
@@ -96,7 +96,7 @@ def _float16(block: torch.Tensor) -> torch.Tensor:
 
 
 def _matrix(codes: torch.Tensor, scales: torch.Tensor, kind: Kind = Kind.INT6, **more: torch.Tensor) -> Matrix:
-    """Codes as the kind has them and what else there is, each with its blocks [N, B, ...] in a row of their own."""
+    """A matrix of codes, scales and other tensors, each [N, B, ...] flattened to [N, ...]."""
     tensors = {name: each.reshape(len(codes), -1) for name, each in {"scales": scales, **more}.items()}
     return Matrix(codes.flatten(1), kind=kind, **tensors)
 
@@ -145,7 +145,7 @@ def _six_bits(block: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _k_quant(codes: torch.Tensor, kind: Kind, block: torch.Tensor) -> Matrix:
-    """d sc q - dmin m in groups of 32: d, dmin, 12 bytes of sc and m, of a block."""
+    """d sc q - dmin m in groups of 32: d, dmin, 12 bytes of sc and m, then the codes."""
     scales, minimums = _six_bits(block[..., 4:16])
     supers = {"super_scales": _float16(block[..., :2]), "super_minimums": _float16(block[..., 2:4])}
     return _matrix(codes, scales, kind, minimums=minimums, **supers)
@@ -157,7 +157,7 @@ def _q4_k(block: torch.Tensor) -> Matrix:
 
 
 def _q5_k(block: torch.Tensor) -> Matrix:
-    """The same of 5 bits: d, dmin, 12 bytes, qh [32], qs."""
+    """d sc q - dmin m with q of 5 bits: d, dmin, 12 bytes, qh [32], qs."""
     codes = _runs(block[..., 48:], 32, 4) | _runs(block[..., 16:48], 32, 1) << 4
     return _k_quant(codes + 32, Kind.INT6, block)
 
@@ -176,7 +176,7 @@ def _q3_k(block: torch.Tensor) -> Matrix:
     codes = _runs(block[..., 32:96], 32, 2) | _runs(block[..., :32], 32, 1) << 2
     high = (block[..., None, 104:108] >> torch.arange(0, 8, 2, dtype=torch.uint8)[:, None] & 3).flatten(-2)
     scales = _runs(block[..., 96:104], 8, 4) | high << 4
-    # A code of int4 counts from 8.
+    # The codes below get 8 - 4 added: int4 subtracts 8.
     scales = (scales.view(torch.int8) - 32).contiguous()
     return _matrix(_in_pairs(codes + (8 - 4)), scales, Kind.INT4, super_scales=_float16(block[..., 108:]))
 

@@ -1,4 +1,4 @@
-"""GPTQ: AutoGPTQ, GPTQModel, and others that write the same."""
+"""GPTQ: the format of AutoGPTQ, GPTQModel and others."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from w4a8.formats.scheme import LeftOut, Scheme
 def from_gptq(tensors: Tensors, name: str, group_size: int, symmetric: bool, version: int = 1, bits: int = 4) -> Matrix:
     """A matrix of a GPTQ checkpoint.
 
-        qweight   int32 [K/c, N]     code i of row r: input feature c r + i, of c = 32 / bits codes in a word
+        qweight   int32 [K/c, N]     code i of row r: input feature c r + i, with c = 32 / bits codes in a word
         qzeros    int32 [K/g, N/c]   code i of column j: output feature c j + i; version 1 has the zero point minus 1
         scales    [K/g, N]
         g_idx     int32 [K]          the group of each input feature; may be missing
@@ -52,7 +52,7 @@ def from_gptq(tensors: Tensors, name: str, group_size: int, symmetric: bool, ver
         tensors: by these names.
         name: of the matrix, for errors.
         group_size: g, -1 for one group.
-        symmetric: the configuration says that zero points are 8 (128 of 8 bits); then ``qzeros`` may be missing.
+        symmetric: the configuration says that zero points are 8 (8 bits: 128); then ``qzeros`` may be missing.
         version: 1, or 2 for ``checkpoint_format: gptq_v2``.
         bits: of a code, 4 or 8.
 
@@ -82,7 +82,7 @@ def from_gptq(tensors: Tensors, name: str, group_size: int, symmetric: bool, ver
 
 
 def stored_zeros(words: torch.Tensor, version: int, bits: int) -> torch.Tensor:
-    """``qzeros``, int32 [K/g, N/c], as zero points int32 [N, K/g], which may be no codes."""
+    """``qzeros``, int32 [K/g, N/c], as zero points int32 [N, K/g]. 1 more than the largest code is possible."""
     return word_codes(words, bits).T.to(torch.int32) + (2 - version)
 
 
@@ -110,7 +110,7 @@ GPTQ = register(
 
 @rules_for("gptq", file="quantize_config.json")
 class GptqRules(BaseRules):
-    """``quant_method: gptq``: AutoGPTQ, GPTQModel, AutoRound's export."""
+    """``quant_method: gptq``: AutoGPTQ, GPTQModel, AutoRound's export to GPTQ."""
 
     def read_exceptions(self, config: Mapping[str, Any]) -> None:
         self._inside = strings(config, "modules_in_block_to_quantize")
@@ -122,7 +122,7 @@ class GptqRules(BaseRules):
             self._dynamic.append((expression, where, found))
 
     def of(self, module: str) -> Scheme | LeftOut:
-        """As :meth:`Rules.of`: the first entry of ``dynamic`` that matches from the start, else the default."""
+        """As :meth:`Rules.of`: the first entry of ``dynamic`` that matches from the name's start, else the default."""
         for expression, where, found in self._dynamic:
             if expression.match(module):
                 return found or LeftOut.not_quantized(module, f"{where} leaves it out")

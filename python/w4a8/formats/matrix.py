@@ -1,4 +1,4 @@
-"""What every reader checks. Of tensors on the meta device there are no values to be wrong."""
+"""The checks that readers share. Values of tensors on the meta device are not checked."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def take(tensors: Tensors, name: str, suffix: str, dtypes: tuple[torch.dtype, ...], dim: int) -> torch.Tensor:
-    """A tensor of a matrix that must be there, by the last part of its name.
+    """A required tensor of a matrix, by the last part of its name.
 
     Raises:
-        ValueError: it is missing, of none of ``dtypes``, not of ``dim`` dimensions, or empty.
+        ValueError: the tensor is missing, of none of ``dtypes``, not of ``dim`` dimensions, or empty.
     """
     tensor = tensors.get(suffix)
     if tensor is None:
@@ -28,19 +28,19 @@ def take(tensors: Tensors, name: str, suffix: str, dtypes: tuple[torch.dtype, ..
 
 
 def check_not_empty(tensor: torch.Tensor, name: str) -> None:
-    """Raises ValueError if a tensor has no element: no matrix has such a one."""
+    """Raises ValueError if a tensor has no element."""
     if tensor.numel() == 0:
         raise ValueError(f"{name}: shape {tuple(tensor.shape)}, which holds nothing")
 
 
 def expect_shape(found: tuple[int, ...], name: str, suffix: str, shape: tuple[int, ...], why: str) -> None:
-    """Raises ValueError if a tensor has another shape; ``why`` says what it follows from."""
+    """Raises ValueError if a tensor has another shape than ``shape``; ``why`` names the reason for ``shape``."""
     if tuple(found) != shape:
         raise ValueError(f"{name}.{suffix}: shape {tuple(found)}, but {why} make {shape}")
 
 
 def groups_of(features: int, group_size: int, name: str, suffix: str) -> int:
-    """How many groups K input features make; -1 is one for all.
+    """Number of groups of K = ``features`` input features; a ``group_size`` of -1 is one group.
 
     Raises:
         ValueError: K is no multiple of the group size, or odd (two codes share a byte).
@@ -58,7 +58,7 @@ FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def take_scales(tensors: Tensors, name: str, suffix: str, shape: tuple[int, int], why: str) -> torch.Tensor:
-    """Scales: floats of a given shape, all finite."""
+    """Scales: floats of shape ``shape``, all finite."""
     scales = take(tensors, name, suffix, FLOAT_TYPES, 2)
     expect_shape(scales.shape, name, suffix, shape, why)
     if not scales.is_meta and not torch.isfinite(scales).all():
@@ -69,7 +69,7 @@ def take_scales(tensors: Tensors, name: str, suffix: str, shape: tuple[int, int]
 def take_blocks(
     tensors: Tensors, name: str, suffix: str, block: int, scales: tuple[torch.dtype, ...]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes in pairs, uint8 [N, K/2], and ``weight_scale`` of each block of them, [N, K/block] of such a type."""
+    """Codes in pairs, uint8 [N, K/2], and their ``weight_scale`` [N, K/block], of one of the types ``scales``."""
     codes = take(tensors, name, suffix, (torch.uint8,), 2)
     rows, columns = codes.shape[0], 2 * codes.shape[1]
     groups = groups_of(columns, block, name, suffix)
@@ -88,10 +88,10 @@ def take_bias(tensors: Tensors, name: str, rows: int) -> torch.Tensor | None:
 
 
 def checked_zeros(zeros: torch.Tensor, name: str, suffix: str, symmetric: bool, bits: int = 4) -> torch.Tensor | None:
-    """Zero points [N, G] as uint8; None if all are in the middle of codes of 4 or 8 bits: 8, or 128.
+    """Zero points [N, G] as uint8; None if all are the middle of the codes: 8 of 4 bits, 128 of 8 bits.
 
     Raises:
-        ValueError: one is no code, or not the middle although the configuration says ``symmetric``.
+        ValueError: a zero point is outside the codes, or not the middle although the configuration says ``symmetric``.
     """
     if zeros.is_meta:
         return None if symmetric else zeros.to(torch.uint8).contiguous()
@@ -109,7 +109,7 @@ def checked_zeros(zeros: torch.Tensor, name: str, suffix: str, symmetric: bool, 
 
 
 def check_g_idx(tensors: Tensors, name: str, suffix: str, features: int, group_size: int) -> None:
-    """Raises ValueError if there is a ``g_idx`` that is not k // g: activation order is not supported."""
+    """Raises ValueError if ``g_idx`` exists and is not k // g: activation order is not supported."""
     if tensors.get(suffix) is None:
         return
     g_idx = take(tensors, name, suffix, (torch.int32, torch.int64), 1)
@@ -121,7 +121,7 @@ def check_consecutive(g_idx: torch.Tensor, name: str, width: int | None = None) 
     """Checks that ``g_idx``, integers [K], has groups of ``width`` consecutive input features; None: of any one width.
 
     Raises:
-        ValueError: there is none, or they are not, or of several widths: activation order is not supported.
+        ValueError: ``g_idx`` is empty or has other groups: activation order is not supported.
     """
     check_not_empty(g_idx, name)
     features = g_idx.numel()
@@ -136,15 +136,15 @@ def check_consecutive(g_idx: torch.Tensor, name: str, width: int | None = None) 
 
 
 def stated_shape(tensors: Tensors, name: str, codes: tuple[int, int] | None = None) -> tuple[int, int]:
-    """(N, K), as ``weight_shape`` says, int64 or int32 [2].
+    """(N, K) from ``weight_shape``, int64 or int32 [2].
 
     Args:
         tensors: by the last parts of their names.
         name: of the matrix, for errors.
-        codes: (N, K) that the words have room for, which stands for a ``weight_shape`` on the meta device.
+        codes: (N, K) for which the words have room, the result for a ``weight_shape`` on the meta device.
 
     Raises:
-        ValueError: it is missing, or another tensor than that.
+        ValueError: ``weight_shape`` is missing, or has another dtype or shape.
     """
     shape = take(tensors, name, "weight_shape", (torch.int64, torch.int32), 1)
     expect_shape(shape.shape, name, "weight_shape", (2,), "rows and columns")

@@ -13,23 +13,23 @@ from w4a8.formats.rules import WHERE, rules_for
 from w4a8.formats.scheme import LeftOut, Scheme, scheme_or_left_out
 
 MIXED = "MIXED_PRECISION"
-# Of 4-bit weights with inputs in 4 bits, or in floats.
+# ``quant_algo`` for 4-bit weights, with inputs in 4 bits and in floats.
 ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
 
 
 @rules_for("modelopt", file="hf_quant_config.json")
 class ModelOptRules:
-    """``quant_method: modelopt``: NVFP4, of all modules or, in MIXED_PRECISION, of those that are named so.
+    """``quant_method: modelopt``: NVFP4 in all modules, or in MIXED_PRECISION in those that the configuration names.
 
     Attributes:
-        default: how a module is stored that no entry names; LeftOut where nothing is.
+        default: how a module is stored that no entry names.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Reads a quantization_config, or what hf_quant_config.json has (the same, inside of ``quantization``).
+        """Reads a quantization_config, or hf_quant_config.json, which has the same keys inside ``quantization``.
 
         Raises:
-            CheckpointError: a value of another type than it should be.
+            CheckpointError: a value of the wrong type.
         """
         self._where = WHERE
         inside = json_field(config, "quantization", dict, f"{WHERE}.quantization")
@@ -54,9 +54,9 @@ class ModelOptRules:
             self.default = _found(config, self._where)
 
     def of(self, module: str) -> Scheme | LeftOut:
-        """As :meth:`Rules.of`: a module is left out if an entry matches its name, or that of one it is part of.
+        """As :meth:`Rules.of`: a module is left out if an entry matches the name of the module or of an outer module.
 
-        In MIXED_PRECISION it is what the longest such name of ``quantized_layers`` says.
+        In MIXED_PRECISION the entry of ``quantized_layers`` with the longest such name decides.
         """
         for entry in self._skipped:
             if fnmatchcase(module, entry) or fnmatchcase(module, f"{entry}.*"):
@@ -79,10 +79,10 @@ def _algorithm(config: Mapping[str, Any]) -> object:
 
 
 def _scheme(config: Mapping[str, Any], where: str) -> Scheme:
-    """What some object of the configuration says.
+    """The scheme that an object of the configuration states.
 
     Raises:
-        CheckpointError: another algorithm or size of blocks.
+        CheckpointError: another algorithm or block size.
     """
     key, algorithm = f"{where}.quant_algo", _algorithm(config)
     check_field(algorithm in ALGORITHMS, key, algorithm, " or ".join(map(repr, ALGORITHMS)))

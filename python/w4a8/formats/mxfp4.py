@@ -19,10 +19,10 @@ BLOCK = 32
 
 
 def block_scales(exponents: torch.Tensor, name: str) -> torch.Tensor:
-    """uint8 exponents s to float32 2^(s - 127); packing makes exponents of them again.
+    """uint8 exponents s to float32 2^(s - 127), which packing stores as exponents again.
 
     Raises:
-        ValueError: a 255, which is not a number.
+        ValueError: an exponent is 255, which is not a number.
     """
     if not exponents.is_meta and (exponents == 255).any():
         raise ValueError(f"{name}: 255, which is not a number")
@@ -51,7 +51,7 @@ def from_quark_mxfp4(tensors: Tensors, name: str) -> Matrix:
     Args: as :func:`from_mxfp4`.
 
     Raises:
-        ValueError: as :func:`from_mxfp4`; there is an ``input_rotation``, which inputs are to be multiplied by.
+        ValueError: as :func:`from_mxfp4`; or an ``input_rotation`` exists, by which inputs would be multiplied.
     """
     if tensors.get("input_rotation") is not None:
         raise ValueError(f"{name}.input_rotation: inputs that are rotated are not supported")
@@ -59,20 +59,20 @@ def from_quark_mxfp4(tensors: Tensors, name: str) -> Matrix:
 
 
 def _read(tensors: Tensors, name: str, suffix: str) -> Matrix:
-    """``suffix``: of the codes."""
+    """The matrix; ``suffix`` is the last part of the name of the codes."""
     codes, exponents = take_blocks(tensors, name, suffix, BLOCK, (torch.uint8,))
     scales = block_scales(exponents, f"{name}.weight_scale")
     return Matrix(codes, scales, None, Kind.E2M1, take_bias(tensors, name, len(codes)))
 
 
 def from_mxfp4(tensors: Tensors, name: str) -> Matrix:
-    """A matrix in MXFP4; of a stack of experts, one of them.
+    """A matrix in MXFP4, or one matrix of a stack of experts.
 
         blocks   uint8 [N, K/32, 16]   codes in pairs, low nibble = even k
         scales   uint8 [N, K/32]       exponents: 2^(s - 127)
         bias     [N]                   may be missing
 
-    Rows stay in the checkpoint's order (gpt-oss alternates gate and up).
+    Rows keep the checkpoint's order (gpt-oss alternates gate and up).
 
     Args:
         tensors: by these names.
@@ -146,7 +146,7 @@ class Mxfp4Rules(BaseRules):
         self._skipped = patterns(config, "modules_to_not_convert")
 
     def of(self, module: str) -> Scheme | LeftOut:
-        """As :meth:`Rules.of`: experts that no entry of ``modules_to_not_convert`` matches from the start."""
+        """As :meth:`Rules.of`: experts alone, unless ``modules_to_not_convert`` matches from the start of the name."""
         if "experts" not in module.split("."):
             return LeftOut.not_quantized(module, "MXFP4 is for experts")
         if any(pattern.match(module) for pattern in self._skipped):

@@ -14,10 +14,10 @@ BLOCK = 16
 
 
 def checked_block_scales(scales: torch.Tensor, name: str) -> torch.Tensor:
-    """float8_e4m3fn, or uint8 where torch has no such type, to its bits, uint8.
+    """Scales of float8_e4m3fn (or uint8, its bits) to their bits, uint8.
 
     Raises:
-        ValueError: one is not a number, or has a sign, which the operators have no room for and no tool writes.
+        ValueError: a scale is not a number, or has a sign. Packed scales have no sign, and no tool writes one.
     """
     bits = bits_of(scales)
     if not bits.is_meta and (bits >= 0x7F).any():
@@ -26,10 +26,10 @@ def checked_block_scales(scales: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def checked_global_scale(scale: torch.Tensor, name: str, reciprocal: bool) -> torch.Tensor:
-    """What the scales of all blocks are multiplied by, float32 [1]; ``reciprocal``: 1 / scale, rounded to float32 once.
+    """The factor of all block scales, float32 [1]: ``scale``, or with ``reciprocal`` 1 / scale, rounded once.
 
     Raises:
-        ValueError: another shape than [] or [1], or a number that is not finite or whose reciprocal is not.
+        ValueError: another shape than [] or [1], or ``scale`` or the factor is not finite.
     """
     if scale.numel() != 1 or scale.dim() > 1:
         raise ValueError(f"{name}: shape {tuple(scale.shape)}, but one number is expected")
@@ -60,12 +60,12 @@ def from_nvfp4(tensors: Tensors, name: str) -> Matrix:
         bias             [N]                       may be missing
 
     Args:
-        tensors: by these names. ``weight_scale`` may be uint8, its bits.
+        tensors: by these names. ``weight_scale`` may also be uint8, the bits.
         name: of the matrix, for errors.
 
     Raises:
-        ValueError: a tensor is missing, has another dtype or shape, or a scale is not a number or negative; there is
-            a ``pre_quant_scale``, which inputs are to be multiplied by.
+        ValueError: a tensor is missing, has another dtype or shape, a scale is not a number or has a sign, or a
+            ``pre_quant_scale`` exists, by which inputs would be multiplied.
     """
     if tensors.get("pre_quant_scale") is not None:
         raise ValueError(f"{name}.pre_quant_scale: inputs that are scaled (NVFP4_AWQ) are not supported")

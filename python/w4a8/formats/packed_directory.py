@@ -1,4 +1,4 @@
-"""Directories of packed weights (docs/transformers.md): what config.json says, and the headers in their files."""
+"""Directories of packed weights (docs/transformers.md): the quantization_config, and the headers in the files."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from w4a8.core.json_fields import shorten
 from w4a8.core.matrix import PackedAs
 from w4a8.ops import PackedHeader, read_header
 
-# In the quantization_config.
+# ``quant_method`` of the quantization_config.
 METHOD = "w4a8"
-# Of the tensors: how modules and their packed tensors are named.
+# The names of modules and their packed tensors.
 FORMAT, VERSION = "packed", 1
-# Last part of a packed tensor's name -> the parameter of a float module that it stands for.
+# Last part of a packed tensor's name -> the parameter of a float module that the packed tensor replaces.
 STANDS_FOR = {"packed": "weight", "w13_packed": "gate_up_proj", "w2_packed": "down_proj"}
-# Of an embedding, whose output layer shares it. No layer of vLLM takes it.
+# The same for an embedding that the output layer shares. No layer of vLLM takes such a tensor.
 EMBEDDINGS = {"rows_packed": "weight"}
-# Projections that vLLM makes one layer of: it runs them if they are of one kind.
+# Projections that vLLM joins to one layer, which runs if all are of one kind.
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -27,8 +27,8 @@ class PackedTensor:
     """A packed tensor in a file.
 
     Attributes:
-        header: of the matrix, or of the first one of a stack.
-        shape: of the tensor.
+        header: header of the matrix, or of the first matrix of a stack.
+        shape: shape of the tensor.
     """
 
     header: PackedHeader
@@ -36,11 +36,11 @@ class PackedTensor:
 
     @property
     def packed_as(self) -> PackedAs:
-        """The form that the header tells of."""
+        """The form that the header states."""
         return PackedAs.of_header(self.header)
 
 
-# Last part of the name -> tensor, of one module.
+# The tensors of one module, by the last part of their names.
 Parts = Mapping[str, PackedTensor]
 
 
@@ -50,7 +50,7 @@ def is_packed(config: Mapping[str, Any] | None) -> bool:
 
 
 def joined_as(name: str) -> tuple[str, int] | None:
-    """Which layer of vLLM a projection becomes a part of: its owner, and the number in JOINED; None: a layer alone."""
+    """The joined layer of vLLM that a projection is part of: owner and index in JOINED; None: a layer of its own."""
     owner, _, last = name.rpartition(".")
     return next(((owner, number) for number, names in enumerate(JOINED) if last in names), None)
 
@@ -68,7 +68,7 @@ def check_listed(listed: object, found: Collection[str], where: str) -> None:
     """Compares the tensors in files with ``packed`` of the quantization_config (older directories have no list).
 
     Raises:
-        ValueError: one is not in the files; names it, and ``where`` they are.
+        ValueError: a listed tensor is not in the files (names it and ``where``), or ``listed`` is no list of names.
     """
     if listed is None:
         return
@@ -82,10 +82,10 @@ def check_listed(listed: object, found: Collection[str], where: str) -> None:
 def packed_tensors(
     slices: Iterable[tuple[str, Any]], leaves: Collection[str] = STANDS_FOR.keys()
 ) -> dict[str, dict[str, PackedTensor]]:
-    """Module -> last part of the name -> packed tensor, of safetensors' slices by name; of others nothing is read.
+    """Module -> last part of the name -> packed tensor, from (name, safetensors' slice). Other tensors are not read.
 
     Raises:
-        ValueError: a tensor of such a name is no packed matrix, or stack of them; names it.
+        ValueError: a tensor with such a name is no packed matrix or stack; names the tensor.
     """
     found: dict[str, dict[str, PackedTensor]] = {}
     for key, part in slices:

@@ -16,18 +16,18 @@ from w4a8.formats.scheme import LeftOut, Scheme, scheme_or_left_out
 
 @rules_for("quark")
 class QuarkRules:
-    """``quant_method: quark``: MXFP4 weights, of all modules or of those that are named so.
+    """``quant_method: quark``: MXFP4 weights, in all modules or in those that the configuration names.
 
     Attributes:
-        default: how a module is stored that no entry names; LeftOut where nothing is.
+        default: how a module is stored that no entry names.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Reads a quantization_config.
 
         Raises:
-            CheckpointError: a value of another type than it should be; weights that are floats, which have been
-                quantized and back; an algorithm that leaves more to do than to multiply by the weights.
+            CheckpointError: a value of the wrong type; weights that were quantized and dequantized to floats; an
+                algorithm that needs more than a product with the weights.
         """
         _check_algorithms(config)
         export = json_field(config, "export", dict, f"{WHERE}.export") or {}
@@ -43,10 +43,10 @@ class QuarkRules:
         self.default = self._try(json_field(config, "global_quant_config", dict, key) or {}, key)
 
     def of(self, module: str) -> Scheme | LeftOut:
-        """As :meth:`Rules.of`: an entry of ``exclude`` that matches all of its name leaves a module out.
+        """As :meth:`Rules.of`: a module is left out if an entry of ``exclude`` matches its whole name.
 
-        Of others the first entry of ``layer_quant_config`` that does says how they are, then what
-        ``layer_type_quant_config`` has of linear layers.
+        Other modules are stored as the first matching entry of ``layer_quant_config`` says, else as
+        ``layer_type_quant_config`` says for linear layers, else as the default.
         """
         entry = self._excluded.first(module)
         if entry is not None:
@@ -58,7 +58,7 @@ class QuarkRules:
         return found
 
     def _entries(self, config: Mapping[str, Any], name: str) -> dict[str, Scheme | LeftOut]:
-        """An object of objects, each of which says how some modules are."""
+        """Reads an object of objects: entry -> how the modules of the entry are stored."""
         key = f"{WHERE}.{name}"
         found = json_field(config, name, dict, key) or {}
         for entry in found:
@@ -71,14 +71,14 @@ class QuarkRules:
     def _try(self, entry: Mapping[str, Any], where: str, name: str = "") -> Scheme | LeftOut:
         if entry.get("weight") is None:
             return LeftOut(f"{where}.weight is missing: not quantized", quantized=False)
-        # What the KV cache is to hold; here it has another type. Queries may be quantized with it.
+        # Quantized outputs for the KV cache, and of q_proj beside it, are ignored: the cache has its own type here.
         outputs = any(fnmatchcase(name, cached) for cached in self._cached)
         outputs = outputs or (bool(self._cached) and name.endswith("q_proj"))
         return scheme_or_left_out(partial(_scheme, entry, where, outputs))
 
 
 def _check_algorithms(config: Mapping[str, Any]) -> None:
-    """Refuses what is not merged into the weights; one file may have a rotation for all of its layers."""
+    """Refuses algorithms that are not merged into the weights. (One rotation in a file may be for all layers.)"""
     found = config.get("algo_config")
     for entry in found if isinstance(found, list) else [found]:
         if not isinstance(entry, dict):
@@ -106,7 +106,7 @@ class _Entries:
                 self._exact.setdefault(entry, index)
 
     def first(self, module: str) -> str | None:
-        """The first entry that matches all of a name (``re:``: from its start)."""
+        """The first entry that matches the whole name, or, with ``re:``, the start of the name."""
         exact = self._exact.get(module)
         for index, entry, pattern in self._patterns:
             if exact is not None and exact < index:
@@ -117,10 +117,10 @@ class _Entries:
 
 
 def _scheme(entry: Mapping[str, Any], where: str, outputs: bool) -> Scheme:
-    """What an object of the configuration says that has a ``weight``.
+    """The scheme that an object of the configuration with a ``weight`` states.
 
     Raises:
-        CheckpointError: other weights than MXFP4; biases that are quantized, or outputs where ``outputs`` is false.
+        CheckpointError: other weights than MXFP4, quantized biases, or quantized outputs unless ``outputs`` is true.
     """
     key = f"{where}.weight"
     weight = entry["weight"]

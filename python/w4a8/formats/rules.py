@@ -1,7 +1,7 @@
-"""What a ``quantization_config`` says of each module: how its weights are stored, or why it is left out.
+"""The rules of a ``quantization_config``: how the weights of each module are stored, or why the module is left out.
 
-The one reading of it: ``w4a8.load`` and the integration in transformers ask :func:`rules_of`. (In vLLM its own
-configuration classes read it, whose rules are to hold there.) Each method has its rules in a file of this folder.
+``w4a8.load`` and the integration in transformers call :func:`rules_of`. (In vLLM, vLLM's own configuration classes read
+a ``quantization_config``, so that vLLM's rules hold.) Each method has its rules in a file of this folder.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def rules_for(method: str, file: str | None = None) -> Callable[[Any], Any]:
 
     Args:
         method: ``quant_method``.
-        file: where tools had the configuration before config.json had it.
+        file: the file in which older tools wrote the configuration, before config.json had it.
     """
 
     def register(rules: Any) -> Any:
@@ -40,14 +40,14 @@ def rules_for(method: str, file: str | None = None) -> Callable[[Any], Any]:
 
 
 class Rules(Protocol):
-    """What a configuration says of each module."""
+    """How a configuration says that each module is stored."""
 
     def of(self, module: str) -> Scheme | LeftOut:
         """How a module is stored.
 
         Args:
-            module: its name in the files, of a linear layer: ``model.layers.0.mlp.experts.3.gate_proj`` say; of MXFP4
-                also of all experts of a layer, ``model.layers.0.mlp.experts``.
+            module: name of a linear layer in the files, as ``model.layers.0.mlp.experts.3.gate_proj``; in MXFP4 also
+                of all experts of a layer, as ``model.layers.0.mlp.experts``.
         """
 
 
@@ -58,8 +58,7 @@ def rules_of(config: Mapping[str, Any]) -> Rules:
         config: the object ``quantization_config`` of config.json.
 
     Raises:
-        CheckpointError: a method that is not known here, or a value that is missing or of another type than it should
-            be; names the key.
+        CheckpointError: an unknown method, or a value that is missing or of the wrong type; names the key.
     """
     method = method_of(config)
     if method is None:
@@ -69,7 +68,7 @@ def rules_of(config: Mapping[str, Any]) -> Rules:
 
 
 def method_of(config: Mapping[str, Any]) -> str | None:
-    """The one of :data:`RULES` that a quantization_config names, in any spelling that tools have; None if none."""
+    """The key of :data:`RULES` that a quantization_config names, in any spelling of the tools; None if unknown."""
     method = config.get("quant_method")
     name = method.lower().replace("_", "-").rpartition("/")[2] if isinstance(method, str) else None
     return name if name in RULES else None
@@ -82,10 +81,10 @@ def are_stacked(rules: Rules) -> bool:
 
 
 def find_config(config: Mapping[str, Any], directory: Path | None = None) -> Mapping[str, Any]:
-    """The quantization_config in config.json, of the whole model or of its text part, or in an older file beside it.
+    """The quantization_config in config.json, for the whole model or its text part, or in an older file beside it.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: no quantization_config is found.
     """
     found = _in_config(config)
     if found is None and directory is not None:
@@ -96,7 +95,7 @@ def find_config(config: Mapping[str, Any], directory: Path | None = None) -> Map
 
 
 def config_in(directory: Path) -> Mapping[str, Any] | None:
-    """What the files of a directory say, config.json first; None if they say nothing.
+    """The quantization_config of a directory, config.json first; None if no file has one.
 
     Raises:
         CheckpointError: a file is no JSON object.
@@ -116,7 +115,7 @@ def _in_config(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def older_config(directory: Path) -> dict[str, Any] | None:
-    """The quantization_config in a file of its own, as tools wrote it before config.json had it; None if none is there.
+    """The quantization_config in a file of its own, as older tools wrote it; None if there is no such file.
 
     Raises:
         CheckpointError: the file is no JSON object.
@@ -133,11 +132,11 @@ def scheme_of(
     suffixes: Collection[str],
     is_int8: Callable[[], bool] = lambda: False,
 ) -> Scheme | LeftOut:
-    """How a module is stored that has tensors with these last parts of their names.
+    """How a module is stored whose tensors have the last parts ``suffixes`` in their names.
 
-    Files decide whether a module is quantized: where methods name what is left out, they do so by parts of names, and
-    differently from version to version. ``is_int8``, whether ``weight`` is, is asked where nothing else says that a
-    module is quantized whose codes it may be.
+    The tensors in files decide whether a module is quantized: configurations name left-out modules by parts of names,
+    with a meaning that changes between versions. ``is_int8`` says whether ``weight`` is int8. ``is_int8`` is called
+    only if ``weight`` may be codes and no other tensor says that the module is quantized.
     """
     found = rules.of(module)
     quantized = any(suffix in suffixes for suffix in quantized_suffixes())
@@ -167,7 +166,7 @@ def flag_field(value: object, key: str) -> bool:
 
 
 def first_of(config: Mapping[str, Any], names: Iterable[str], default: object = None) -> tuple[Any, str]:
-    """The first of some values that is there, and its key."""
+    """The first value of ``names`` in ``config`` that is not null or missing, else ``default``; and its key."""
     names = tuple(names)
     name = next((name for name in names if config.get(name) is not None), names[0])
     value = config.get(name)
@@ -175,7 +174,7 @@ def first_of(config: Mapping[str, Any], names: Iterable[str], default: object = 
 
 
 def strings(config: Mapping[str, Any], name: str) -> list[str]:
-    """A list of strings, or of lists of them; a string is one with commas."""
+    """A list of strings, also from lists of strings inside, or from one string with commas."""
     key = f"{WHERE}.{name}"
     value = config.get(name)
     if isinstance(value, str):
@@ -204,17 +203,17 @@ def objects(config: Mapping[str, Any], name: str) -> dict[str, Mapping[str, Any]
 
 
 class BaseRules:
-    """One way of storing for all modules, and exceptions.
+    """Rules with one scheme for all modules, and exceptions.
 
     Attributes:
-        default: how a module is stored that no rule names; LeftOut where nothing is.
+        default: how a module is stored that no exception names.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Reads a quantization_config.
 
         Raises:
-            CheckpointError: a value of another type than it should be.
+            CheckpointError: a value of the wrong type.
         """
         self.config = config
         self.default = self.attempt({}, "")
@@ -224,19 +223,19 @@ class BaseRules:
         raise NotImplementedError
 
     def attempt(self, changes: Mapping[str, Any], where: str) -> Scheme | LeftOut:
-        """How a module is stored for which some values are others; ``where`` they are stated, for messages."""
+        """How a module is stored with ``changes`` to the configuration; ``where`` follows the reason in messages."""
         return scheme_or_left_out(partial(self.scheme, {**self.config, **changes}), where)
 
     def scheme(self, config: Mapping[str, Any]) -> Scheme:
         raise NotImplementedError
 
     def left_out_head(self, module: str) -> LeftOut | None:
-        """Why the head of the model is not quantized, where nothing says that it is."""
+        """LeftOut for ``lm_head`` unless the configuration says that it is quantized; None for other modules."""
         if module.rpartition(".")[2] != "lm_head" or self.config.get("lm_head") is True:
             return None
         return LeftOut.not_quantized(module, f"{WHERE}.lm_head is not true")
 
 
 def named(module: str, entries: Iterable[str]) -> str | None:
-    """The entry that a name contains."""
+    """The first entry that is part of the module's name."""
     return next((entry for entry in entries if entry in module), None)

@@ -1,4 +1,4 @@
-"""How the tensors of one module hold its quantized weights, or why the module is not read here."""
+"""How the tensors of one module hold its quantized weights, or why the module is not read."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from w4a8.formats.matrix import Tensors, checked_zeros, stated_shape, take
 
 @dataclass(frozen=True)
 class Scheme:
-    """How one module is stored, as the configuration of its checkpoint says.
+    """How one module is stored, by the configuration of its checkpoint.
 
     Attributes:
-        format: a name of :data:`FORMATS`. AutoRound has ``gptq`` or ``awq``, or those of 4-bit floats with ``pack``.
+        format: a key of :data:`FORMATS`. AutoRound has ``gptq``, ``awq``, or a ``pack`` format of 4-bit floats.
         group_size: input features per scale, 16 or a multiple of 32; -1 is one group.
-        symmetric: all zero points are 8, or 128 of 8 bits.
-        version: of ``gptq``: 1, or 2 where zero points are stored as they are.
-        activation_order: of ``gptq``: groups need not be consecutive input features, ``g_idx`` says what they are.
-        weight_only: where the configuration says that inputs are not quantized; None if they are, to int8 per token.
-        bits: of a code: 4, or 8 in ``gptq`` and ``pack-quantized``.
-        activation_group: what the matrix was packed with, where a packed directory is read as another format.
+        symmetric: all zero points are 8 (8 bits: 128).
+        version: version of ``gptq``: 1 (zero points are stored minus 1) or 2 (unchanged).
+        activation_order: ``gptq`` only: the configuration says ``desc_act``, so ``g_idx`` is required.
+        weight_only: the setting by which inputs are not int8, in words; None: inputs are int8 per token.
+        bits: bits of a code: 4, or 8 in ``gptq`` and ``pack-quantized``.
+        activation_group: activation group of a packed directory that is read as another format; else None.
     """
 
     format: str
@@ -40,10 +40,10 @@ class Scheme:
     activation_group: int | None = None
 
     def wanted_activation_group(self, asked: int | None) -> int | None:
-        """What :func:`w4a8.core.activation_groups.resolve_activation_group` is asked for.
+        """The ``asked`` argument for :func:`w4a8.core.activation_groups.resolve_activation_group`.
 
-        That of a packed directory; else ``asked``; else per token where the configuration says so of its inputs, and
-        the default (None) where it does not.
+        The activation group of a packed directory; else ``asked``; else per token where the configuration has int8
+        inputs; else None, the default.
         """
         if self.activation_group is not None:
             return self.activation_group
@@ -51,7 +51,7 @@ class Scheme:
 
     @property
     def facts(self) -> Format:
-        """What all matrices of the format have in common."""
+        """The facts that all matrices of the format share."""
         return FORMATS[self.format]
 
     @property
@@ -61,7 +61,7 @@ class Scheme:
 
     @property
     def kind(self) -> Kind:
-        """Of the codes."""
+        """Kind of the codes."""
         return self.facts.kind or integers_of(self.bits)
 
     @property
@@ -71,11 +71,11 @@ class Scheme:
 
     @property
     def states_shape(self) -> bool:
-        """Whether a tensor ``weight_shape`` says (N, K): codes may fill more words than that."""
+        """Whether the format has a tensor ``weight_shape`` with (N, K): words may have room for more codes."""
         return any(part.kind == "shape" for part in self.parts)
 
     def groups(self, columns: int) -> int:
-        """Scales of a row of so many input features."""
+        """Scales in a row of ``columns`` input features."""
         return 1 if self.group_size == -1 else columns // self.group_size
 
     @property
@@ -84,10 +84,9 @@ class Scheme:
         return self.parts[0].suffix
 
     def requires(self, part: Part) -> bool:
-        """Whether the module cannot be read without a tensor.
+        """Whether the module cannot be read without the tensor ``part``.
 
-        Zero points may be missing where the configuration says that there are none; most tools write them anyway, but
-        for compressed-tensors.
+        Zero points may be missing in a symmetric scheme. Most tools except compressed-tensors write them all the same.
         """
         if part.kind == "zero_points":
             return not self.symmetric
@@ -97,19 +96,19 @@ class Scheme:
 
     @property
     def required(self) -> tuple[str, ...]:
-        """Last parts of the names of the tensors without which it cannot be read, the codes first."""
+        """Last parts of the names of required tensors, the codes first."""
         return tuple(part.suffix for part in self.parts if self.requires(part))
 
     @property
     def optional(self) -> tuple[str, ...]:
-        """Last parts of the names of those that are read if they are there, but for the bias."""
+        """Last parts of the names of optional tensors, without the bias."""
         return tuple(part.suffix for part in self.parts if not self.requires(part))
 
     def shape(self, codes: tuple[int, ...], name: str, weight_shape: torch.Tensor | None = None) -> tuple[int, int]:
-        """(N, K) of a module, by the shape of its codes, or the tensor ``weight_shape`` if the format has one.
+        """(N, K) of a module, from the shape of its codes, or from ``weight_shape`` if the format has this tensor.
 
         Raises:
-            ValueError: a tensor that has no such shape; names it.
+            ValueError: a tensor of the wrong shape; names the tensor.
         """
         if self.states_shape:
             return stated_shape({"weight_shape": weight_shape}, name)
@@ -117,21 +116,21 @@ class Scheme:
         return features(codes, name)
 
     def read(self, tensors: Tensors, name: str) -> Matrix:
-        """The matrix of a module, once all of its :attr:`required` tensors are there; others are not looked at.
+        """The matrix of a module, from its :attr:`required` and :attr:`optional` tensors and its bias.
 
         Raises:
             ValueError: a tensor is missing, has another dtype or shape, or values that this format does not have;
-                names it.
+                names the tensor.
         """
         if self.format not in FORMATS:
             raise ValueError(f"{name}: the format {self.format!r} has no reader")
         return self.facts.read(tensors, name, self)
 
     def check_zero_points(self, tensor: torch.Tensor, name: str) -> None:
-        """Looks at ``qzeros`` of a symmetric scheme, without which a matrix is read if they come late.
+        """Checks zero points of a symmetric scheme, for a matrix that was read before its zero points were loaded.
 
         Raises:
-            ValueError: another dtype or number of dimensions, or one that is not in the middle of the codes.
+            ValueError: another dtype or number of dimensions, or a zero point that is not the middle of the codes.
         """
         part = next(part for part in self.parts if part.kind == "zero_points")
         words = take({part.suffix: tensor}, name, part.suffix, (part.dtype,), 2)
@@ -139,18 +138,18 @@ class Scheme:
 
 
 def wanted_by_all(schemes: Iterable[Scheme], asked: int | None) -> int | None:
-    """As :meth:`Scheme.wanted_activation_group`, of one layer's experts: per token if that is wanted of any."""
+    """:meth:`Scheme.wanted_activation_group` for one layer's experts: per token if any expert wants per token."""
     wanted = [each.wanted_activation_group(asked) for each in schemes]
     return PER_TOKEN if PER_TOKEN in wanted else wanted[0]
 
 
 @dataclass(frozen=True)
 class LeftOut:
-    """A module that is not read here: it is not quantized, or in a way that the operators do not have.
+    """A module that is not read: not quantized, or quantized in a way that the operators do not have.
 
     Attributes:
-        reason: in words, with the key of the configuration.
-        quantized: it is quantized in another way; otherwise it is not quantized at all.
+        reason: the reason in words, with the key of the configuration.
+        quantized: True: quantized in another way; False: not quantized at all.
     """
 
     reason: str
@@ -158,16 +157,16 @@ class LeftOut:
 
     @classmethod
     def not_quantized(cls, module: str, why: str) -> LeftOut:
-        """Of a module that is not quantized at all."""
+        """For a module that is not quantized at all."""
         return cls(f"{module} is not quantized: {why}", quantized=False)
 
 
 def scheme_or_left_out(read: Callable[[], Scheme], where: str = "") -> Scheme | LeftOut:
-    """What a part of a configuration says, or that it says something that is not read here.
+    """The scheme that ``read`` returns, or LeftOut if ``read`` raises CheckpointError.
 
     Args:
-        read: raises CheckpointError for that, with the reason.
-        where: put behind the reason.
+        read: reads a part of a configuration.
+        where: text that follows the reason of LeftOut.
     """
     try:
         return read()
