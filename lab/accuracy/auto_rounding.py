@@ -38,8 +38,8 @@ def main(how: str, floats: str, tokens: str, out: str, threads: str) -> None:
         enable_torch_compile=False,
         amp=False,
     )
-    _, folders = tuned.quantize_and_save(f"{out}-of", format="auto_round")  # in a folder that it names itself
-    Path(folders if isinstance(folders, str) else folders[0]).rename(out)
+    _, folder = tuned.quantize_and_save(f"{out}-of", format="auto_round")  # in a folder that it names itself
+    Path(folder).rename(out)
     print(f"{how}: {time.perf_counter() - begin:.0f} s")
 
 

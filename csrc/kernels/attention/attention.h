@@ -77,7 +77,7 @@ struct QueryTile {
   float soft_cap;  ///< cap * log2(e); 0: none
 
   // What prepare writes.
-  uint8_t* queries;  ///< [rows, query_bytes]
+  uint8_t* queries;  ///< dense rows; room for query_bytes each
   float* rotated;    ///< [rows, key_size], kInt8
   float* scales;     ///< [rows], kInt8
   int32_t* starts;   ///< [rows], kInt8: -128 times the sum of a row
@@ -85,7 +85,7 @@ struct QueryTile {
   // Scratch of a segment.
   float* bases;      ///< [rows, kSegmentBlocks], kInt8: the row times the references
   float* scores;     ///< [rows, kStepKeys]
-  uint8_t* weights;  ///< [rows, weight_bytes]
+  uint8_t* weights;  ///< dense rows; room for kWeightBytes each
   float* most;       ///< [rows, 16]
   float* alpha;      ///< [rows]
   float* beta;       ///< [rows]
@@ -98,7 +98,7 @@ struct QueryTile {
   float* sum;  ///< [rows]
 };
 
-/// Bytes of a row of QueryTile::queries and of QueryTile::weights, the most of all kernels.
+/// The most bytes that any kernel takes for a row of QueryTile::queries and of QueryTile::weights.
 constexpr int64_t query_bytes(int64_t key_size) { return 4 * key_size; }
 inline constexpr int64_t kWeightBytes = 4 * kStepKeys;
 

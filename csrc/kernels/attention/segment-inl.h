@@ -75,8 +75,8 @@ __attribute__((noinline)) void score_rows(const Step<Ops>& step, int64_t row, in
   const uint8_t* fetch = row == 0 && step.next[b] != nullptr ? step.next[b] + column * kItemBytes : nullptr;
   typename Dot::Sum sums[R][C];
   for_each<R, C>([&](int r, int c) W4A8_LAMBDA { sums[r][c] = Dot::zero(); });
-  const int64_t query_bytes = row_bytes<Dot>(shape.key_size);
-  multiply_items<Ops, Dot, R, C, true>(sums, tile.queries + row * query_bytes, query_bytes, block + column * kItemBytes,
+  const int64_t stride = row_bytes<Dot>(shape.key_size);
+  multiply_items<Ops, Dot, R, C, true>(sums, tile.queries + row * stride, stride, block + column * kItemBytes,
                                        kItemLine, shape.key_items(), fetch);
   for_each<R>([&](int r) W4A8_LAMBDA {
     const int64_t at = row + r;
@@ -109,11 +109,11 @@ __attribute__((noinline)) void add_values(const Step<Ops>& step, int64_t row, in
   typename Dot::Sum sums[R][C];
   for_each<R, C>([&](int r, int c) W4A8_LAMBDA { sums[r][c] = Dot::zero(); });
   const int64_t at = shape.values_at() + channel * kItemBytes;
-  constexpr int64_t kRowBytes = row_bytes<Dot>(kStepKeys);
+  constexpr int64_t kStride = row_bytes<Dot>(kStepKeys);
   for (int64_t b = 0; b < step.count; ++b) {
     multiply_items<Ops, Dot, R, C, false>(
-        sums, tile.weights + row * kRowBytes + b * shape.value_items() * Dot::kRowItemBytes, kRowBytes,
-        step.blocks[b] + at, shape.value_size * kItemBytes, shape.value_items(),
+        sums, tile.weights + row * kStride + b * shape.value_items() * Dot::kRowItemBytes, kStride, step.blocks[b] + at,
+        shape.value_size * kItemBytes, shape.value_items(),
         row == 0 && step.next[b] != nullptr ? step.next[b] + at : nullptr);
   }
   for_each<R>([&](int r) W4A8_LAMBDA {

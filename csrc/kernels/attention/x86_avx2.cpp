@@ -10,6 +10,8 @@
 //      item   ymm   [ i0 i1 i2 i3 | i0 .. ]           item of the row, broadcast, kept with 16 bits in scratch
 //      sum    ymm   [ k0: i0 + i1, i2 + i3 | .. ]     added up at the end
 //   12 sums, 2 of keys and the item: 15 of 16 registers. No sum overflows (x86_avx512vnni.cpp).
+//
+//   bfloat16: 4 rows x 16 keys. 8 sums keep two FMAs of 4 cycles busy; the 6 sums of 6 x 8 would wait for each other.
 #if defined(__x86_64__)
 #include <immintrin.h>
 

@@ -34,6 +34,11 @@ class Names:
         """transformers' name of a tensor of a float checkpoint, even if the model lacks it."""
         return rename_source_key(key, self.renamings, self.converters, self.prefix, self.parameters)[0]
 
+    def casts(self, key: str) -> bool:
+        """Whether a tensor goes to a parameter of floats: transformers would cast codes to floats."""
+        parameter = self.parameters.get(self.renamed(key))
+        return parameter is not None and parameter.is_floating_point()
+
     def parameter(self, key: str) -> tuple[str | None, list[str], str | None]:
         """The parameter that gets a tensor of a float checkpoint.
 
@@ -110,8 +115,7 @@ def refuse_codes(model: torch.nn.Module, files: Sequence[str]) -> None:
     codes = {key: dtype for key, dtype in types.items() if dtype not in FLOATS}
     names = Names(model) if codes else None
     for key, dtype in codes.items():
-        parameter = names.parameters.get(names.renamed(key))
-        if parameter is not None and parameter.is_floating_point():
+        if names.casts(key):
             raise ValueError(
                 f"tensor {key!r} is of {dtype}, but config.json has no quantization_config, which would say what the "
                 "codes stand for"

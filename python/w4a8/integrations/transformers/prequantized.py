@@ -193,15 +193,14 @@ class PrequantizedModules(ModulesApart):
             del self.tensors[name]
         known = {name: self._known(name) for name in self.tensors}
         self.keys = {key for key, (name, suffix) in keys.items() if suffix in known.get(name, ())}
-        for key in codes.keys() - self.keys:
-            if keys[key][0] in unknown:
+        for key, dtype in codes.items():
+            if key in self.keys or keys[key][0] in unknown:
                 continue
-            if codes[key].startswith("F8"):  # transformers would load it without its scales
-                raise ValueError(f"tensor {key!r} is of {codes[key]}, which is read of single matrices alone")
-            parameter = names.parameters.get(names.renamed(key))
-            if parameter is not None and parameter.is_floating_point():  # transformers would cast it
+            if dtype.startswith("F8"):  # transformers would load it without its scales
+                raise ValueError(f"tensor {key!r} is of {dtype}, which is read of single matrices alone")
+            if names.casts(key):
                 raise ValueError(
-                    f"tensor {key!r} is of {codes[key]}, but the quantization_config leaves its module in floats"
+                    f"tensor {key!r} is of {dtype}, but the quantization_config leaves its module in floats"
                 )
         # By module: whether its matrices are floats of 8 bits; how they are rounded, or why not.
         self.are_float8: dict[str, set[bool]] = {}
