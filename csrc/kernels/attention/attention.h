@@ -78,7 +78,7 @@ struct QueryTile {
 
   // What prepare writes.
   uint8_t* queries;  ///< dense rows; room for query_bytes each
-  float* rotated;    ///< [rows, key_size], kInt8
+  float* rotated;    ///< [rows, key_size]: the rows as floats, kInt8: rotated, times factor
   float* scales;     ///< [rows], kInt8
   int32_t* starts;   ///< [rows], kInt8: -128 times the sum of a row
 

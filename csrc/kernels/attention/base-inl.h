@@ -90,26 +90,55 @@ W4A8_INLINE typename Ops::F round_to_bfloat16(typename Ops::F x) {
   return Ops::select_less(Ops::abs(x), Ops::splat(0x1p-55f), Ops::splat(0.0f), y);
 }
 
-// The Walsh-Hadamard transform, without a factor, of the largest power of two that divides n; a sum, a difference.
-template <class Ops, int kDistance>
-W4A8_INLINE void butterflies_in_register(float* x, int64_t n) {
+// Levels of the Walsh-Hadamard transform inside of registers, from lanes kDistance apart on.
+template <class Ops, int kDistance, int kRegisters>
+W4A8_INLINE void butterflies_of_lanes(typename Ops::F (&x)[kRegisters]) {
   if constexpr (kDistance < Ops::kLanes) {
     float sign[Ops::kLanes];
     for (int i = 0; i < Ops::kLanes; ++i) sign[i] = (i & kDistance) != 0 ? -1.0f : 1.0f;
     const typename Ops::F signs = Ops::load(sign);
-    for (int64_t i = 0; i < n; i += Ops::kLanes) {
-      const typename Ops::F a = Ops::load(x + i);
-      Ops::store(x + i, Ops::fma(signs, a, Ops::template swap_lanes<kDistance>(a)));
-    }
+    for_each<kRegisters>(
+        [&](int i) W4A8_LAMBDA { x[i] = Ops::fma(signs, x[i], Ops::template swap_lanes<kDistance>(x[i])); });
+    butterflies_of_lanes<Ops, 2 * kDistance>(x);
   }
 }
+// Its levels between registers, from those kDistance apart on.
+template <class Ops, int kDistance, int kRegisters>
+W4A8_INLINE void butterflies_of_registers(typename Ops::F (&x)[kRegisters]) {
+  if constexpr (kDistance < kRegisters) {
+    for_each<kRegisters>([&](int i) W4A8_LAMBDA {
+      if ((i & kDistance) != 0) return;
+      const typename Ops::F a = x[i];
+      const typename Ops::F b = x[i + kDistance];
+      x[i] = Ops::add(a, b);
+      x[i + kDistance] = Ops::sub(a, b);
+    });
+    butterflies_of_registers<Ops, 2 * kDistance>(x);
+  }
+}
+template <class Ops, int kRegisters>
+W4A8_INLINE void rotate_registers(float* from, int64_t n) {
+  for (int64_t at = 0; at < n; at += kRegisters * Ops::kLanes) {
+    typename Ops::F x[kRegisters];
+    for_each<kRegisters>([&](int i) W4A8_LAMBDA { x[i] = Ops::load(from + at + i * Ops::kLanes); });
+    butterflies_of_lanes<Ops, 1>(x);
+    butterflies_of_registers<Ops, 1>(x);
+    for_each<kRegisters>([&](int i) W4A8_LAMBDA { Ops::store(from + at + i * Ops::kLanes, x[i]); });
+  }
+}
+// The Walsh-Hadamard transform, without a factor, of the largest power of two that divides n; a sum, a difference. The
+// first levels of up to eight registers are computed in them.
 template <class Ops>
-void rotate(float* x, int64_t n) {
-  butterflies_in_register<Ops, 1>(x, n);
-  butterflies_in_register<Ops, 2>(x, n);
-  butterflies_in_register<Ops, 4>(x, n);
-  butterflies_in_register<Ops, 8>(x, n);
-  for (int64_t distance = Ops::kLanes; distance < (n & -n); distance *= 2) {
+__attribute__((noinline)) void rotate(float* x, int64_t n) {
+  const int64_t size = n & -n;
+  const int64_t held = size < 8 * Ops::kLanes ? size : 8 * Ops::kLanes;
+  switch (held / Ops::kLanes) {
+    case 1: rotate_registers<Ops, 1>(x, n); break;
+    case 2: rotate_registers<Ops, 2>(x, n); break;
+    case 4: rotate_registers<Ops, 4>(x, n); break;
+    default: rotate_registers<Ops, 8>(x, n);
+  }
+  for (int64_t distance = held; distance < size; distance *= 2) {
     for (int64_t begin = 0; begin < n; begin += 2 * distance) {
       for (int64_t i = begin; i < begin + distance; i += Ops::kLanes) {
         const typename Ops::F a = Ops::load(x + i);

@@ -15,25 +15,16 @@ struct Step {
   bool masked[2];          // some row does not see all of the block
 };
 
-// The keys of a block as scores: behind the soft cap and the mask, with the scales of values, and the largest one.
-// `first`: of the step. Once for all instruction sets, over what score_rows left.
+// Scores of the keys from `key` on, those that row r does not see replaced by the lowest.
 template <class Ops>
-W4A8_INLINE void finish_scores(const Step<Ops>& step, int64_t r, int64_t b, int64_t column, typename Ops::F t,
-                               typename Ops::F& most) {
+W4A8_INLINE typename Ops::F mask_scores(const QueryTile& tile, int64_t r, int64_t key, typename Ops::F scores) {
   using F = typename Ops::F;
-  const QueryTile& tile = step.tile;
-  if (step.masked[b]) {
-    float index[Ops::kLanes];
-    for (int i = 0; i < Ops::kLanes; ++i) index[i] = static_cast<float>(i);
-    const F key = Ops::load(index);
-    const int64_t at = step.key + b * kBlockKeys + column;
-    const F end = Ops::splat(static_cast<float>(tile.end[r] - at));
-    const F begin = Ops::splat(static_cast<float>(tile.begin[r] - at));
-    t = Ops::select_less(key, end, t, Ops::splat(10 * kLowestScore));
-    t = Ops::select_less(key, begin, Ops::splat(10 * kLowestScore), t);
-  }
-  most = Ops::max(t, most);
-  Ops::store(tile.scores + r * kStepKeys + b * kBlockKeys + column, t);
+  float index[Ops::kLanes];
+  for (int i = 0; i < Ops::kLanes; ++i) index[i] = static_cast<float>(i);
+  const F lane = Ops::load(index);
+  const F lowest = Ops::splat(10 * kLowestScore);
+  scores = Ops::select_less(lane, Ops::splat(static_cast<float>(tile.end[r] - key)), scores, lowest);
+  return Ops::select_less(lane, Ops::splat(static_cast<float>(tile.begin[r] - key)), lowest, scores);
 }
 
 // cap * tanh(t / cap), tanh(x) = (1 - e) / (1 + e) with e = exp(-2 |x|).
@@ -64,39 +55,70 @@ W4A8_INLINE void multiply_items(typename Dot::Sum (&sums)[R][C], const uint8_t* 
   }
 }
 
-// Scores of R rows and C registers of keys.
+// The shape of a cache whose kind the compiler knows, so that offsets in a block cost no division.
+template <class Dot>
+W4A8_INLINE CacheShape shape_of(const QueryTile& tile) {
+  return {Dot::kInt8 ? CacheKind::kInt8 : CacheKind::kBFloat16, tile.shape.key_size, tile.shape.value_size};
+}
+
+// Scores of R rows and C registers of keys: behind the soft cap, with the scales of values, and masked; and the largest
+// of each lane so far. Pointers are copied before the loops: to the compiler a store of scores may change the tile.
 template <class Ops, class Dot, int R>
 __attribute__((noinline)) void score_rows(const Step<Ops>& step, int64_t row, int64_t b, int64_t column) {
   constexpr int C = Dot::kTileVecs;
   using F = typename Ops::F;
   const QueryTile& tile = step.tile;
-  const CacheShape& shape = tile.shape;
-  const uint8_t* block = step.blocks[b];
+  const CacheShape shape = shape_of<Dot>(tile);
+  const uint8_t* const block = step.blocks[b];
   const uint8_t* fetch = row == 0 && step.next[b] != nullptr ? step.next[b] + column * kItemBytes : nullptr;
+  const bool first = b == 0 && column == 0;
+  const bool masked = step.masked[b];
+  const float soft_cap = tile.soft_cap;
+  const float factor = tile.factor;
+  const int64_t first_key = step.key + b * kBlockKeys + column;
+  const uint8_t* const key_scales = block + shape.key_scales_at() + 4 * column;
+  const uint8_t* const value_scales = block + shape.value_scales_at() + 4 * column;
+  const int32_t* const starts = tile.starts + row;
+  const float* const scales = tile.scales + row;
+  const float* const bases = tile.bases + row * kSegmentBlocks + step.in_segment + b;
+  float* const largest_of_lanes = tile.most + row * kHeadStep;
+  float* const scores = tile.scores + row * kStepKeys + b * kBlockKeys + column;
+
   typename Dot::Sum sums[R][C];
   for_each<R, C>([&](int r, int c) W4A8_LAMBDA { sums[r][c] = Dot::zero(); });
   const int64_t stride = row_bytes<Dot>(shape.key_size);
   multiply_items<Ops, Dot, R, C, true>(sums, tile.queries + row * stride, stride, block + column * kItemBytes,
                                        kItemLine, shape.key_items(), fetch);
   for_each<R>([&](int r) W4A8_LAMBDA {
-    const int64_t at = row + r;
-    F most = b == 0 && column == 0 ? Ops::splat(kLowestScore) : Ops::load(tile.most + at * kHeadStep);
+    F t[C];
     for_each<C>([&](int c) W4A8_LAMBDA {
-      const int64_t key = column + c * Ops::kLanes;
-      F t;
       if constexpr (Dot::kInt8) {
-        const F sum = Ops::to_float(Ops::iadd(Dot::total(sums[r][c]), Ops::isplat(tile.starts[at])));
-        const F scaled = Ops::mul(sum, Ops::load_bytes(block + shape.key_scales_at() + 4 * key));
-        t = Ops::fma(scaled, Ops::splat(tile.scales[at]),
-                     Ops::splat(tile.bases[at * kSegmentBlocks + step.in_segment + b]));
+        const F sum = Ops::to_float(Ops::iadd(Dot::total(sums[r][c]), Ops::isplat(starts[r])));
+        const F scaled = Ops::mul(sum, Ops::load_bytes(key_scales + 4 * c * Ops::kLanes));
+        t[c] = Ops::fma(scaled, Ops::splat(scales[r]), Ops::splat(bases[r * kSegmentBlocks]));
       } else {
-        t = Ops::mul(Dot::total(sums[r][c]), Ops::splat(tile.factor));
+        t[c] = Ops::mul(Dot::total(sums[r][c]), Ops::splat(factor));
       }
-      if (tile.soft_cap != 0.0f) t = cap_score<Ops>(t, tile.soft_cap);
-      if constexpr (Dot::kInt8) t = Ops::add(t, Ops::load_bytes(block + shape.value_scales_at() + 4 * key));
-      finish_scores(step, at, b, key, t, most);
     });
-    Ops::store(tile.most + at * kHeadStep, most);
+    if (soft_cap != 0.0f) {
+      for_each<C>([&](int c) W4A8_LAMBDA { t[c] = cap_score<Ops>(t[c], soft_cap); });
+    }
+    if constexpr (Dot::kInt8) {
+      for_each<C>([&](int c) W4A8_LAMBDA {
+        t[c] = Ops::add(t[c], Ops::load_bytes(value_scales + 4 * c * Ops::kLanes));
+      });
+    }
+    if (masked) {
+      for_each<C>([&](int c) W4A8_LAMBDA {
+        t[c] = mask_scores<Ops>(tile, row + r, first_key + c * Ops::kLanes, t[c]);
+      });
+    }
+    F most = first ? Ops::splat(kLowestScore) : Ops::load(largest_of_lanes + r * kHeadStep);
+    for_each<C>([&](int c) W4A8_LAMBDA {
+      most = Ops::max(t[c], most);
+      Ops::store(scores + r * kStepKeys + c * Ops::kLanes, t[c]);
+    });
+    Ops::store(largest_of_lanes + r * kHeadStep, most);
   });
 }
 
@@ -105,7 +127,10 @@ template <class Ops, class Dot, int R, int C>
 __attribute__((noinline)) void add_values(const Step<Ops>& step, int64_t row, int64_t channel) {
   using F = typename Ops::F;
   const QueryTile& tile = step.tile;
-  const CacheShape& shape = tile.shape;
+  const CacheShape shape = shape_of<Dot>(tile);
+  const float* const alphas = tile.alpha + row;
+  const float* const betas = tile.beta + row;
+  float* const out = tile.out + row * shape.value_size + channel;
   typename Dot::Sum sums[R][C];
   for_each<R, C>([&](int r, int c) W4A8_LAMBDA { sums[r][c] = Dot::zero(); });
   const int64_t at = shape.values_at() + channel * kItemBytes;
@@ -117,17 +142,17 @@ __attribute__((noinline)) void add_values(const Step<Ops>& step, int64_t row, in
         row == 0 && step.next[b] != nullptr ? step.next[b] + at : nullptr);
   }
   for_each<R>([&](int r) W4A8_LAMBDA {
-    const F alpha = Ops::splat(tile.alpha[row + r]);
-    const F beta = Ops::splat(tile.beta[row + r]);
+    const F alpha = Ops::splat(alphas[r]);
+    const F beta = Ops::splat(betas[r]);
     for_each<C>([&](int c) W4A8_LAMBDA {
-      float* out = tile.out + (row + r) * shape.value_size + channel + c * Ops::kLanes;
+      float* to = out + r * shape.value_size + c * Ops::kLanes;
       F sum;
       if constexpr (Dot::kInt8) {
         sum = Ops::mul(beta, Ops::to_float(Dot::total(sums[r][c])));
       } else {
         sum = Dot::total(sums[r][c]);
       }
-      Ops::store(out, Ops::fma(alpha, Ops::load(out), sum));
+      Ops::store(to, Ops::fma(alpha, Ops::load(to), sum));
     });
   });
 }
@@ -144,6 +169,49 @@ W4A8_INLINE void for_row_tiles(int64_t rows, F f) {
     for (; row + 2 <= rows; row += 2) f.template operator()<2>(row);
   }
   for (; row < rows; ++row) f.template operator()<1>(row);
+}
+
+// The weights of R rows and the keys of a step, and the sums of lanes.
+template <class Ops, class Dot, int R>
+W4A8_INLINE void weigh_rows(const QueryTile& tile, int64_t row, int64_t keys, const float* unscale) {
+  using F = typename Ops::F;
+  constexpr int kVecs = Ops::kVecs;
+  const float* const scores = tile.scores + row * kStepKeys;
+  uint8_t* const weights = tile.weights + row * row_bytes<Dot>(kStepKeys);
+  F most[R];
+  F sum[R][kVecs];
+  // What rounding took from a weight goes to the next one of its lane, so that many small ones are not all 0. A key
+  // that the row does not see gets nothing: half of a code rounds to 0.
+  F rest[R][kVecs];
+  for_each<R>([&](int r) W4A8_LAMBDA { most[r] = Ops::splat(tile.step_max[row + r]); });
+  for_each<R, kVecs>([&](int r, int v) W4A8_LAMBDA { sum[r][v] = rest[r][v] = Ops::splat(0.0f); });
+  for (int64_t key = 0; key < keys; key += kHeadStep) {
+    for_each<R, kVecs>([&](int r, int v) W4A8_LAMBDA {
+      const int64_t at = key + v * Ops::kLanes;
+      const F p = vec_exp2<Ops>(Ops::sub(Ops::load(scores + r * kStepKeys + at), most[r]));
+      uint8_t* to = weights + r * row_bytes<Dot>(kStepKeys) + row_bytes<Dot>(at);
+      if constexpr (Dot::kInt8) {
+        sum[r][v] = Ops::fma(p, Ops::load(unscale + at), sum[r][v]);
+        const F exact = Ops::fma(p, Ops::splat(kMostWeight), rest[r][v]);
+        const F whole = Ops::round(exact);
+        rest[r][v] = Ops::sub(exact, whole);
+        Dot::store_weights(to, whole);
+      } else {
+        sum[r][v] = Ops::add(sum[r][v], p);
+        Dot::store_weights(to, round_to_bfloat16<Ops>(p));
+      }
+    });
+  }
+  for_each<R>([&](int r) W4A8_LAMBDA {
+    float* lanes = tile.lanes + (row + r) * kHeadStep;
+    const F alpha = Ops::splat(tile.alpha[row + r]);
+    const F beta = Ops::splat(tile.beta[row + r]);
+    for_each<kVecs>([&](int v) W4A8_LAMBDA {
+      if constexpr (Dot::kInt8) sum[r][v] = Ops::mul(sum[r][v], beta);
+      Ops::store(lanes + v * Ops::kLanes, Ops::fma(alpha, Ops::load(lanes + v * Ops::kLanes), sum[r][v]));
+    });
+    if constexpr (Dot::kInt8) tile.beta[row + r] *= 1.0f / kMostWeight;
+  });
 }
 
 // The weights of a step, and the factors of what was summed before.
@@ -179,38 +247,11 @@ void weigh_step(const Step<Ops>& step) {
     Ops::store(tile.alpha + r, vec_exp2<Ops>(Ops::sub(old, now)));
     Ops::store(tile.beta + r, vec_exp2<Ops>(Ops::sub(here, now)));
   }
-  for (int64_t r = 0; r < tile.rows; ++r) {
-    const F most = Ops::splat(tile.step_max[r]);
-    F sum[kVecs];
-    // What rounding took from a weight goes to the next one of its lane, so that many small ones are not all 0. A key
-    // that the row does not see gets nothing: half of a code rounds to 0.
-    F rest[kVecs];
-    for_each<kVecs>([&](int v) W4A8_LAMBDA { sum[v] = rest[v] = Ops::splat(0.0f); });
-    for (int64_t key = 0; key < keys; key += kHeadStep) {
-      for_each<kVecs>([&](int v) W4A8_LAMBDA {
-        const int64_t at = key + v * Ops::kLanes;
-        const F p = vec_exp2<Ops>(Ops::sub(Ops::load(tile.scores + r * kStepKeys + at), most));
-        uint8_t* to = tile.weights + r * row_bytes<Dot>(kStepKeys) + row_bytes<Dot>(at);
-        if constexpr (Dot::kInt8) {
-          sum[v] = Ops::fma(p, Ops::load(unscale + at), sum[v]);
-          const F exact = Ops::fma(p, Ops::splat(kMostWeight), rest[v]);
-          const F whole = Ops::round(exact);
-          rest[v] = Ops::sub(exact, whole);
-          Dot::store_weights(to, whole);
-        } else {
-          sum[v] = Ops::add(sum[v], p);
-          Dot::store_weights(to, round_to_bfloat16<Ops>(p));
-        }
-      });
-    }
-    float* lanes = tile.lanes + r * kHeadStep;
-    for_each<kVecs>([&](int v) W4A8_LAMBDA {
-      if constexpr (Dot::kInt8) sum[v] = Ops::mul(sum[v], Ops::splat(tile.beta[r]));
-      Ops::store(lanes + v * Ops::kLanes,
-                 Ops::fma(Ops::splat(tile.alpha[r]), Ops::load(lanes + v * Ops::kLanes), sum[v]));
-    });
-    if constexpr (Dot::kInt8) tile.beta[r] *= 1.0f / kMostWeight;
-  }
+  // Two rows where one has a single register of keys at a time: each waits for what rounding the keys before it left.
+  constexpr int R = kVecs == 1 ? 2 : 1;
+  int64_t r = 0;
+  for (; r + R <= tile.rows; r += R) weigh_rows<Ops, Dot, R>(tile, r, keys, unscale);
+  if (r < tile.rows) weigh_rows<Ops, Dot, 1>(tile, r, keys, unscale);
 }
 
 // Each row times the references of the blocks.
