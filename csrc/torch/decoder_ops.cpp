@@ -290,7 +290,7 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
 
 Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tensor& positions, Tensors caches,
                         Tensors block_tables, const Tensor& seq_lens, const Tensor& query_start_loc, Tensors ropes,
-                        const OptionalTensor& rows, const OptionalTensor& normed) {
+                        const OptionalTensor& rows, const OptionalTensor& normed, int64_t threads) {
   const std::shared_ptr<Decoder> found = decoder_of(decoder);
   const std::lock_guard<std::mutex> one_call(found->mutex);
   DecoderPlan& plan = found->plan;
@@ -407,7 +407,8 @@ Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tenso
                ", expected a contiguous tensor of the dtype and shape of hidden");
     args.normed = output_data(*normed);
   }
-  ProcessTeam::Use use(process_team());
+  W4A8_CHECK(threads >= 0 && threads <= Team::kMostTasks, "threads is ", threads, ", expected 0..", Team::kMostTasks);
+  ProcessTeam::Use use(process_team(), static_cast<int>(threads));
   Team& team = use.team();
   if (found->workers != team.threads()) {
     team.await_readers();

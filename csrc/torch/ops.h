@@ -80,7 +80,7 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
                              Optional<double> alpha, Optional<double> beta);
 Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tensor& positions, Tensors caches,
                         Tensors block_tables, const Tensor& seq_lens, const Tensor& query_start_loc, Tensors ropes,
-                        const OptionalTensor& rows, const OptionalTensor& normed);
+                        const OptionalTensor& rows, const OptionalTensor& normed, int64_t threads);
 void decoder_destroy_cpu(const Tensor& decoder);
 
 }  // namespace w4a8

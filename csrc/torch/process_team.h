@@ -32,8 +32,8 @@ inline void end_openmp_threads() {
 #endif
 }
 
-/// The team of this process, of as many threads as torch has. Never destroyed: it ends with the process. A child of a
-/// fork has none of its threads and makes its own.
+/// The team of this process. Never destroyed: it ends with the process. A child of a fork has none of its threads and
+/// makes its own.
 class ProcessTeam {
 #if defined(__linux__)
   using Places = std::vector<cpu_set_t>;  // of each thread
@@ -46,13 +46,15 @@ class ProcessTeam {
 #endif
 
  public:
-  /// For one call: the team, or where another thread uses it, or there is one worker, a team of the caller alone.
+  /// For one call: the team of `threads`, 0: of as many threads as torch has. A team of the caller alone where another
+  /// thread uses it, or there is one worker. A team is made while torch has as many threads, whose CPUs it gets; else
+  /// the caller is alone too.
   class Use {
    public:
-    explicit Use(ProcessTeam& owner) {
+    Use(ProcessTeam& owner, int threads) {
       std::unique_lock<std::mutex> making(owner.mutex_, std::try_to_lock);
       if (!making.owns_lock()) return;
-      Team* team = owner.current();
+      Team* team = owner.current(threads);
       if (team == nullptr) return;
       lock_ = team->lock();
       if (!lock_.owns_lock()) return;
@@ -61,7 +63,7 @@ class ProcessTeam {
       places_ = owner.places_;
     }
     ~Use() {
-      if (places_ != nullptr) bind_threads(*places_);
+      if (places_ != nullptr && thread_count() > 1) bind_threads(*places_);
     }
     Use(const Use&) = delete;
     Use& operator=(const Use&) = delete;
@@ -88,13 +90,14 @@ class ProcessTeam {
 
  private:
   // mutex_ is held.
-  Team* current() {
-    const int threads = thread_count();
+  Team* current(int wanted) {
+    const int threads = wanted == 0 ? thread_count() : wanted;
     const bool forked = process_ != getpid();
     if (forked) static_cast<void>(team_.release());  // its threads are the parent's
     process_ = getpid();
     if (threads <= 1) return nullptr;
     if (team_ == nullptr || team_->threads() != threads) {
+      if (thread_count() != threads) return nullptr;
       if (team_ != nullptr) {
         const std::unique_lock<std::mutex> idle = team_->lock();
         if (!idle.owns_lock()) return nullptr;

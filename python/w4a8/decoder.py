@@ -77,6 +77,7 @@ class Decoder:
         ropes: Sequence[torch.Tensor],
         rows: torch.Tensor | None = None,
         normed: torch.Tensor | None = None,
+        threads: int = 0,
     ) -> torch.Tensor:
         """Runs all layers for new tokens.
 
@@ -89,6 +90,8 @@ class Decoder:
             ropes: tables, float32 [positions, 2 * half]: cosines, then sines.
             rows: int64 [rows], the tokens that get a result; None: all tokens.
             normed: None, or an output, contiguous, of hidden's shape and dtype: the last norm's rows of all tokens.
+            threads: that compute; 0: as many as torch has. A team of threads is made by a step while torch has as
+                many; without one the calling thread computes alone.
 
         Returns:
             [rows, out_features of the head] in hidden's dtype; without a head [rows, hidden_size].
@@ -99,5 +102,36 @@ class Decoder:
         pages, *lengths = tables
         pages = [pages] if isinstance(pages, torch.Tensor) else pages
         return torch.ops.w4a8.decoder_step(
-            self._number, hidden, positions, caches, pages, *lengths, ropes, rows, normed
+            self._number, hidden, positions, caches, pages, *lengths, ropes, rows, normed, threads
         )
+
+
+class StepThreads:
+    """Torch's number of threads around the steps of one caller: one between steps of few rows.
+
+    Torch's own operators there, like sampling, are small. A second thread of OpenMP gains nothing for them, and if
+    another process uses its CPU, each operator waits for milliseconds. The steps keep all threads, on the team.
+    """
+
+    MOST_ROWS = 8
+
+    def __init__(self) -> None:
+        self.count = torch.get_num_threads()
+        self._has_team = False
+
+    def before(self, rows: int) -> int:
+        """Sets torch's number of threads for a step of so many rows, and what follows; returns that of the step."""
+        self._set(1 if self._has_team and rows <= self.MOST_ROWS else self.count)
+        self._has_team = True  # which a step makes while torch has all threads
+        return self.count
+
+    def restore(self) -> None:
+        """Gives torch all threads."""
+        self._set(self.count)
+
+    @staticmethod
+    def _set(count: int) -> None:
+        if torch.get_num_threads() != count:
+            # vLLM makes torch.set_num_threads do nothing, since new threads are not bound to CPUs. The next step with
+            # all threads binds them.
+            torch._C.set_num_threads(count)

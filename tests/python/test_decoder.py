@@ -118,11 +118,12 @@ class Model:
     def positions(self, lengths, fresh):
         return torch.cat([torch.arange(n - f, n) for n, f in zip(lengths, fresh)])
 
-    def step(self, x, lengths, fresh, rows=None, normed=None):
+    def step(self, x, lengths, fresh, rows=None, normed=None, threads=0):
         rows = None if rows is None else torch.tensor(rows, dtype=torch.int64)
         return self.decoder.step(
-            x, self.positions(lengths, fresh), self.caches, self.tables(lengths, fresh), [self.rope], rows, normed
-        )
+            x, self.positions(lengths, fresh), self.caches, self.tables(lengths, fresh), [self.rope], rows, normed,
+            threads,
+        )  # fmt: skip
 
     def one_by_one(self, x, lengths, fresh):
         x, tables = x.float(), self.tables(lengths, fresh)
@@ -361,6 +362,8 @@ def good():
         ("normed", torch.zeros(2, HIDDEN), r"normed has dtype Float and shape \[2, 96\], expected a contiguous tensor"),
         ("normed", torch.zeros(HIDDEN, 3).T, "normed has dtype Float"),
         ("normed", torch.zeros(3, HIDDEN).half(), "normed has dtype Half"),
+        ("threads", -1, "threads is -1, expected 0..4096"),
+        ("threads", 4097, "threads is 4097, expected 0..4096"),
     ],
 )
 def test_step_refuses(name, value, message):
@@ -465,3 +468,42 @@ def test_threads_of_torch_stay_bound():
     where = Path(__file__).parent
     done = subprocess.run([sys.executable, "-c", BOUND], cwd=where, capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["True", "True"], done.stderr
+
+
+FEW_THREADS = """
+import os
+import torch
+from common import assert_same_bits
+from test_decoder import HIDDEN, Model
+from w4a8.decoder import StepThreads
+
+def tasks():
+    return set(os.listdir("/proc/self/task"))
+
+torch.set_num_threads(1)
+model, x = Model(), torch.randn(9, HIDDEN)
+alone = [model.step(x[:m], [m], [m]) for m in (1, 8, 9)]
+torch.set_num_threads(2)
+without = tasks()
+model.step(x[:1], [1], [1], threads=3)
+print(tasks() == without)  # torch has fewer threads: no team was made
+threads = StepThreads()
+for place, m in enumerate((9, 1, 8, 9, 1)):
+    count = threads.before(m)
+    print(count, torch.get_num_threads())
+    assert_same_bits(model.step(x[:m], [m], [m], threads=count), alone[(1, 8, 9).index(m)])
+team = tasks() - without
+torch.ones(1 << 20).add(1)
+print(len(team), tasks() - without == team)
+threads.restore()
+print(torch.get_num_threads())
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no /proc")
+def test_torch_has_one_thread_between_steps_of_few_rows():
+    """The team of two threads runs these steps too. It is made by the first step, whatever its rows."""
+    where = Path(__file__).parent
+    done = subprocess.run([sys.executable, "-c", FEW_THREADS], cwd=where, capture_output=True, text=True, check=False)
+    counts = ["2", "2", "2", "1", "2", "1", "2", "2", "2", "1"]
+    assert done.stdout.split() == ["True", *counts, "1", "True", "2"], done.stderr

@@ -141,6 +141,34 @@ def test_generate(llama, monkeypatch):
     assert torch.equal(llama.generate(padded, attention_mask=mask, do_sample=False, **options)[:, 5:], greedy)
 
 
+def test_threads_of_torch_while_generate_runs(llama, monkeypatch):
+    """One between steps of few rows. Afterwards as before, also behind an error, and in other calls."""
+    before, seen = torch.get_num_threads(), []
+    torch.set_num_threads(2)
+    step = llama.forward.stack.decoder.step
+
+    def noting(*args, threads, **kwargs):
+        seen.append((len(args[0]), threads, torch.get_num_threads()))
+        if len(seen) == 7:
+            raise KeyError("a step fails")
+        return step(*args, threads=threads, **kwargs)
+
+    monkeypatch.setattr(llama.forward.stack.decoder, "step", noting)
+    prompt = torch.randint(3, VOCAB, (1, 12))
+    try:
+        llama.generate(prompt, max_new_tokens=3, min_new_tokens=3, do_sample=False, pad_token_id=0)
+        assert torch.get_num_threads() == 2
+        run(llama, TOKENS[:1, :1])
+        assert seen == [(12, 2, 2), (1, 2, 1), (1, 2, 1), (1, 0, 2)]
+        with pytest.raises(KeyError, match="a step fails"):
+            llama.generate(prompt, max_new_tokens=9, min_new_tokens=9, do_sample=False, pad_token_id=0)
+        assert seen[4:] == [(12, 2, 2), (1, 2, 1), (1, 2, 1)] and torch.get_num_threads() == 2
+        run(llama, TOKENS[:1, :1])
+        assert seen[-1] == (1, 0, 2)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_embeddings_and_positions(llama):
     expected = run(llama, TOKENS)
     got = run(llama, None, inputs_embeds=llama.get_input_embeddings()(TOKENS))

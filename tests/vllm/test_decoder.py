@@ -170,6 +170,43 @@ def test_rows_that_an_output_layer_ran_for():
     assert torch.equal(method.apply(layer, rows), rows.sum(1, keepdim=True))
 
 
+def test_threads_of_torch_between_steps(monkeypatch):
+    """One behind a step of few rows, whose logits the step gave; all where torch computes more. vLLM has replaced
+    torch.set_num_threads by a function that does nothing."""
+    set_threads, before = torch._C.set_num_threads, torch.get_num_threads()
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    step = SimpleNamespace(block_table=None, seq_lens=None)
+    monkeypatch.setattr(decoder, "get_forward_context", lambda: SimpleNamespace(attn_metadata={"layer": step}))
+    one = object.__new__(decoder.OneCall)
+    seen = []
+
+    def record(hidden, positions, caches, tables, ropes, rows=None, normed=None, threads=0):
+        seen.append((len(hidden), threads, torch.get_num_threads()))
+        return hidden
+
+    one.decoder, one.ropes, one.names, one._is_stale = SimpleNamespace(step=record), [], ["layer"], False
+    one.embed = lambda ids: torch.zeros(len(ids), 4)
+    one.caches = list
+
+    def call(tokens, **given):
+        step.num_actual_tokens, step.query_start_loc = tokens, torch.tensor([0, tokens])
+        one.forward(None if given else torch.zeros(tokens), torch.arange(tokens), **given)
+        return seen[-1]
+
+    set_threads(2)
+    try:
+        for one._head, threads in ((SimpleNamespace(keep=lambda *_: None), 2), (None, 0)):
+            one._threads = decoder.StepThreads()
+            assert call(1) == (1, threads, 2)  # the first one makes the team
+            few = 1 if threads else 2
+            assert (call(1), call(8)) == ((1, threads, few), (8, threads, few))
+            assert call(9) == (9, threads, 2)
+            call(2)
+            assert call(2, inputs_embeds=torch.zeros(2, 4)) == (2, 0, 2)
+    finally:
+        set_threads(before)
+
+
 def test_small_matrices_lie_together():
     """As parameters of inference mode, in which engines load; the loader of a parameter and ties stay."""
     with torch.inference_mode():

@@ -97,8 +97,8 @@ W4A8_INLINE void butterflies_of_lanes(typename Ops::F (&x)[kRegisters]) {
     float sign[Ops::kLanes];
     for (int i = 0; i < Ops::kLanes; ++i) sign[i] = (i & kDistance) != 0 ? -1.0f : 1.0f;
     const typename Ops::F signs = Ops::load(sign);
-    for_each<kRegisters>(
-        [&](int i) W4A8_LAMBDA { x[i] = Ops::fma(signs, x[i], Ops::template swap_lanes<kDistance>(x[i])); });
+    for_each<kRegisters>([&](int i)
+                             W4A8_LAMBDA { x[i] = Ops::fma(signs, x[i], Ops::template swap_lanes<kDistance>(x[i])); });
     butterflies_of_lanes<Ops, 2 * kDistance>(x);
   }
 }

@@ -104,14 +104,12 @@ __attribute__((noinline)) void score_rows(const Step<Ops>& step, int64_t row, in
       for_each<C>([&](int c) W4A8_LAMBDA { t[c] = cap_score<Ops>(t[c], soft_cap); });
     }
     if constexpr (Dot::kInt8) {
-      for_each<C>([&](int c) W4A8_LAMBDA {
-        t[c] = Ops::add(t[c], Ops::load_bytes(value_scales + 4 * c * Ops::kLanes));
-      });
+      for_each<C>([&](int c)
+                      W4A8_LAMBDA { t[c] = Ops::add(t[c], Ops::load_bytes(value_scales + 4 * c * Ops::kLanes)); });
     }
     if (masked) {
-      for_each<C>([&](int c) W4A8_LAMBDA {
-        t[c] = mask_scores<Ops>(tile, row + r, first_key + c * Ops::kLanes, t[c]);
-      });
+      for_each<C>([&](int c)
+                      W4A8_LAMBDA { t[c] = mask_scores<Ops>(tile, row + r, first_key + c * Ops::kLanes, t[c]); });
     }
     F most = first ? Ops::splat(kLowestScore) : Ops::load(largest_of_lanes + r * kHeadStep);
     for_each<C>([&](int c) W4A8_LAMBDA {

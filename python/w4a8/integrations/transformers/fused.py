@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
 from w4a8.core.memory import move_together
+from w4a8.decoder import StepThreads
 from w4a8.integrations.transformers.cache import PackedLayer, W4A8Cache
 from w4a8.integrations.transformers.families import NotFusedError, Stack
 from w4a8.integrations.transformers.fast import fast_attention
@@ -28,6 +30,16 @@ class _Forward(Guard):
     def __init__(self, model: torch.nn.Module, kind: str, stack: Stack | None = None) -> None:
         super().__init__(model)
         self.kind, self._stack = kind, stack
+        self._generating = threading.local()
+
+    @property
+    def threads(self) -> StepThreads | None:
+        """Those of the ``generate`` that the calling thread is in, or None."""
+        return getattr(self._generating, "threads", None)
+
+    @threads.setter
+    def threads(self, threads: StepThreads | None) -> None:
+        self._generating.threads = threads
 
     @property
     def stack(self) -> Stack:
@@ -58,6 +70,8 @@ class _Forward(Guard):
             reason = self.stack.changed()
         if reason is not None:
             logger.warning_once(f"the layers do not run in one call: {reason}")
+            if self.threads is not None:
+                self.threads.restore()
             return type(model).forward(
                 model, input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids,
                 past_key_values=past_key_values, inputs_embeds=inputs_embeds, labels=labels, use_cache=use_cache,
@@ -111,7 +125,10 @@ class _Forward(Guard):
             rows, flat, positions = number[wanted][there], flat[step.rows], positions[step.rows]
         ropes = stack.tables(int(positions.max()) + 1 if len(positions) else 1)
         everything = step.rows is None and not isinstance(keep, torch.Tensor) and len(columns) == fresh
-        got = stack.decoder.step(flat, positions, caches, step.tables, ropes, None if everything else rows)
+        threads = 0 if self.threads is None else self.threads.before(len(flat))
+        got = stack.decoder.step(
+            flat, positions, caches, step.tables, ropes, None if everything else rows, threads=threads
+        )
         cache.end_step(fresh)
         if stack.head is not None:
             got = stack.head(got)
@@ -120,6 +137,22 @@ class _Forward(Guard):
         got = got.view(batch, len(columns), -1)
         cap = getattr(model.config, "final_logit_softcapping", None)
         return got if cap is None else torch.tanh(got / cap) * cap
+
+
+class _Generate(Guard):
+    """``generate`` of one model, with torch's threads as its steps need them."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._module()
+        forward = vars(model).get("forward")
+        if not isinstance(forward, _Forward) or forward.threads is not None:
+            return type(model).generate(model, *args, **kwargs)
+        forward.threads = StepThreads()
+        try:
+            return type(model).generate(model, *args, **kwargs)
+        finally:
+            forward.threads.restore()
+            forward.threads = None
 
 
 def fuse(model: Any, kind: str = "int8") -> Callable[[], None]:
@@ -148,11 +181,11 @@ def fuse(model: Any, kind: str = "int8") -> Callable[[], None]:
         if isinstance(error, NotFusedError):
             raise
         raise NotFusedError(f"{type(model).__name__} is not as expected: {error}") from error
-    model.forward = forward
+    model.forward, model.generate = forward, _Generate(model)
 
     def undo() -> None:
         if vars(model).get("forward") is forward:
-            del model.forward
+            del model.forward, model.generate
         undo_attention()
 
     return undo

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from vllm.forward_context import get_forward_context
 
-from w4a8.decoder import Decoder
+from w4a8.decoder import Decoder, StepThreads
 from w4a8.integrations.vllm import settings
 from w4a8.integrations.vllm.config import is_ours
 from w4a8.integrations.vllm.decoder_layers import Norms, Ropes, Unfit, family_of, layer_fields, packed_head
@@ -119,6 +119,8 @@ class OneCall:
         # Guessed tokens want logits of more rows.
         keeps_head = vllm_config.speculative_config is None and packed_head(head) is not None
         self._head_layer, self._head = head if keeps_head else None, None
+        # Of a model with pictures, and without the output layer in the call, torch has all threads between the steps.
+        self._threads = StepThreads()
         self._kept: list[torch.Tensor] = []  # caches in vLLM's form
         self._caches: list[torch.Tensor] = []  # the same in the operator's form
         self.read()
@@ -178,11 +180,16 @@ class OneCall:
             pages = pages[:1]
         tables = (pages, first.seq_lens, first.query_start_loc)
         step = (hidden[:tokens], positions[:tokens].long(), self.caches(), tables, self.ropes)
+        if self._head is None or inputs_embeds is not None:
+            self._threads.restore()
+            threads = 0
+        else:
+            threads = self._threads.before(tokens)
         if self._head is None:
             found = self.decoder.step(*step)
         else:
             found, last = torch.empty_like(step[0]), (first.query_start_loc[1:].long() - 1).clamp_(min=0)
-            logits = self.decoder.step(*step, last, found)
+            logits = self.decoder.step(*step, last, found, threads)
             self._head.keep(found[last], logits)
         if tokens == len(hidden):
             return found
