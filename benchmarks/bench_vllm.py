@@ -71,26 +71,32 @@ class Engine:
         folder = Path(model).parent if Path(model).is_file() else Path(model)
         self.vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
 
-    def generate(self, batch: int, prompt: int, tokens: int) -> float:
-        """Seconds."""
+    def generate(self, batch: int, prompt: int, tokens: int) -> tuple[float, float]:
+        """Seconds until all sequences have their first token, and from there to the end."""
         from vllm import SamplingParams
 
-        prompts = [
-            {"prompt_token_ids": [(7919 * (i + 1) * (b + 1)) % self.vocabulary for i in range(prompt)]}
-            for b in range(batch)
-        ]
         parameters = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        started = time.perf_counter()
-        self.llm.generate(prompts, parameters, use_tqdm=False)
-        return time.perf_counter() - started
+        engine = self.llm.llm_engine
+        begun = time.perf_counter()
+        for b in range(batch):
+            ids = [(7919 * (i + 1) * (b + 1)) % self.vocabulary for i in range(prompt)]
+            engine.add_request(str(b), {"prompt_token_ids": ids}, parameters)
+        answering: set[str] = set()
+        first = begun
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+            if len(answering) < batch:
+                answering |= {output.request_id for output in outputs if output.outputs[0].token_ids}
+                first = time.perf_counter()
+        return first - begun, time.perf_counter() - first
 
-    def decode(self, batch: int, tokens: int) -> float:
+    def decode(self, batch: int, tokens: int, prompt: int = 8) -> float:
         """Tokens per second of the steps after the first."""
-        return batch * tokens / (self.generate(batch, 8, tokens + 1) - self.generate(batch, 8, 1))
+        return batch * tokens / self.generate(batch, prompt, tokens + 1)[1]
 
     def prefill(self, tokens: int) -> float:
         """Tokens per second of one prompt."""
-        return tokens / self.generate(1, tokens, 1)
+        return tokens / self.generate(1, tokens, 1)[0]
 
 
 def serve(model: str, answers: int) -> None:

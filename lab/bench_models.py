@@ -19,6 +19,10 @@ from real_size.write import NotEnoughSpace, write
 ENTRIES = [*in_vllm.ENTRIES, *in_llama.ENTRIES]
 
 
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=4, help="of 48 (default: 4, and so much of the vocabulary)")
@@ -29,6 +33,8 @@ def options() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--memory", type=float, default=memory_gigabytes(), help="GB of this machine")
     parser.add_argument("--tokens", type=int, default=32, help="decoded in a question (default: 32)")
+    parser.add_argument("--prompts", type=numbers, default=[512, 2048], help="lengths read (default: 512,2048)")
+    parser.add_argument("--behind", type=numbers, default=[], help="lengths in front of an answer, e.g. 4096,16384")
     parser.add_argument("--no-serve", action="store_true", help="leave out the served load")
     parser.add_argument("--output", help="name of the files in lab/results (default: models-LAYERS)")
     found = parser.parse_args()
@@ -41,12 +47,14 @@ def memory_gigabytes() -> float:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
 
 
-def questions(worker: Worker, record: dict, tokens: int, repeats: int) -> None:
-    """All rates, once to warm up (short) and `repeats` times to count."""
-    for title, (method, size) in report.RATES.items():
-        arguments = [size] if method == "prefill" else [size, tokens]
-        worker.ask(do="ask", method=method, arguments=arguments if method == "prefill" else [size, 2])
-        rates = [worker.ask(do="ask", method=method, arguments=arguments)["value"] for _ in range(repeats)]
+def ask_rates(worker: Worker, record: dict, args: argparse.Namespace) -> None:
+    """All rates: once to warm up (with two tokens of answer, not behind long prompts), `repeats` times to count."""
+    for title, (method, arguments) in report.questions(args.prompts, args.behind, args.tokens).items():
+        if method == "prefill":
+            worker.ask(do="ask", method=method, arguments=[min(2048, arguments[0])])
+        elif len(arguments) == 2:
+            worker.ask(do="ask", method=method, arguments=[arguments[0], 2])
+        rates = [worker.ask(do="ask", method=method, arguments=arguments)["value"] for _ in range(args.repeats)]
         record["rates"].setdefault(title, []).extend(rates)
         found = ", ".join(f"{rate:.1f}" for rate in rates)
         print(f"  {record['entry']}: {title}: {found} tokens/s", file=sys.stderr, flush=True)
@@ -64,7 +72,7 @@ def run_once(entry: type[base.Model], record: dict, args: argparse.Namespace, ve
         record["load_peak"] = max(record["load_peak"] or 0, loading["peak"])
         for key in ("weights_seconds", "weights_peak", "weights_bytes", "ran"):
             record[key] = loading.get(key)
-        questions(worker, record, args.tokens, args.repeats)
+        ask_rates(worker, record, args)
         peak = worker.ask(do="ask", method="peak", arguments=[])["value"]
         record["peak"] = max(record["peak"] or 0, peak)
     except (Failed, Unavailable) as error:
@@ -76,6 +84,9 @@ def run_once(entry: type[base.Model], record: dict, args: argparse.Namespace, ve
 
 def main() -> None:
     args = options()
+    # Prompt and answer of the longest question, or of eight short ones that share a cache.
+    longest = max([2048, *args.prompts, *args.behind]) + 256
+    os.environ[base.POSITIONS_VARIABLE] = str(longest)
     shapes = Shapes.cut(args.layers)
     entries = [entry for entry in ENTRIES if chosen(entry.name, args.ways)]
     records = {
@@ -116,6 +127,7 @@ def main() -> None:
     path = collected.save(goals=reached)
     print(f"\n{path}\n{report.plot(collected.records, path.with_suffix('.png'), collected.versions)}")
     print(report.picture(collected.records, path.with_name(f"{path.stem}-one-file.png"), collected.versions))
+    print(report.prompts_picture(collected.records, path.with_name(f"{path.stem}-prompts.png"), collected.versions))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """What every way of running a model answers."""
 
+import os
 from pathlib import Path
 from typing import Any
 
 from peers.base import Entry
 
-POSITIONS = 2304  # prompt and answer of the longest question
-DECODE_BATCHES, PREFILL_TOKENS = (1, 8), (512, 2048)
+POSITIONS_VARIABLE = "W4A8_BENCH_POSITIONS"
+POSITIONS = int(os.environ.get(POSITIONS_VARIABLE, 2304))  # prompt and answer of the longest question
+PROMPT = 8  # tokens in front of an answer, where nothing else is said
 
 
 def memory(name: str) -> int:
@@ -43,6 +45,6 @@ class Model(Entry):
         """Tokens per second of one prompt."""
         raise NotImplementedError
 
-    def decode(self, batch: int, tokens: int) -> float:
-        """Tokens per second of all sequences together, of the steps after the first."""
+    def decode(self, batch: int, tokens: int, prompt: int = PROMPT) -> float:
+        """Tokens per second of all sequences together, of the steps after the first, behind prompts of so many."""
         raise NotImplementedError

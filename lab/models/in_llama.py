@@ -10,9 +10,10 @@ from types import ModuleType
 from peers.base import Environment
 from peers.ggml import ENVIRONMENT
 
-from models.base import POSITIONS, Model, memory
+from models.base import POSITIONS, PROMPT, Model, memory
 
 SEQUENCES = 8
+BATCH = 2048  # tokens of a call
 
 
 class Log:
@@ -52,14 +53,14 @@ class Llama(Model):
         if not self.model:
             raise RuntimeError("llama.cpp cannot load the model (its log says why)")
         wanted = c.llama_context_default_params()
-        wanted.n_ctx, wanted.n_batch, wanted.n_seq_max = POSITIONS, 2048, SEQUENCES
+        wanted.n_ctx, wanted.n_batch, wanted.n_seq_max = POSITIONS, BATCH, SEQUENCES
         wanted.n_threads = wanted.n_threads_batch = threads
         if hasattr(wanted, "kv_unified"):
             wanted.kv_unified = True  # all sequences share the positions
         self.wanted, self.context = wanted, None
         self.make_context()
         self.vocabulary = c.llama_vocab_n_tokens(c.llama_model_get_vocab(self.model))
-        self.batch = c.llama_batch_init(2048, 0, 1)
+        self.batch = c.llama_batch_init(BATCH, 0, 1)
         self.seconds = time.perf_counter() - started
         self.after = memory("VmHWM")
         self.ran = self.said(log.text)
@@ -108,21 +109,27 @@ class Llama(Model):
         # The logits are there when they can be read.
         ctypes.cast(self.c.llama_get_logits_ith(self.context, -1), ctypes.POINTER(ctypes.c_float))[0]
 
+    def read(self, tokens: int, sequence: int) -> None:
+        """A prompt, in calls of BATCH."""
+        prompt = [(7919 * (i + 1) * (sequence + 1), i, sequence) for i in range(tokens)]
+        for at in range(0, tokens, BATCH):
+            part = prompt[at : at + BATCH]
+            self.compute(part, {len(part) - 1})
+
     def prefill(self, tokens: int) -> float:
         self.forget()
-        prompt = [(7919 * (i + 1), i, 0) for i in range(tokens)]
         started = time.perf_counter()
-        self.compute(prompt, {tokens - 1})
+        self.read(tokens, 0)
         return tokens / (time.perf_counter() - started)
 
-    def decode(self, batch: int, tokens: int) -> float:
+    def decode(self, batch: int, tokens: int, prompt: int = PROMPT) -> float:
         self.forget()
         for sequence in range(batch):
-            self.compute([(7919 * (i + 1) * (sequence + 1), i, sequence) for i in range(8)], {7})
+            self.read(prompt, sequence)
         started = time.perf_counter()
         for step in range(tokens):
             # Any token will do for the next: which one is chosen takes no time worth counting.
-            self.compute([(104729 * (step + 1) * (s + 1), 8 + step, s) for s in range(batch)], set(range(batch)))
+            self.compute([(104729 * (step + 1) * (s + 1), prompt + step, s) for s in range(batch)], set(range(batch)))
         return batch * tokens / (time.perf_counter() - started)
 
 
@@ -162,11 +169,11 @@ class IkLlamaKM(LlamaKM):
     def forget(self) -> None:
         self.c.llama_kv_cache_clear(self.context)
 
-    def decode(self, batch: int, tokens: int) -> float:
+    def decode(self, batch: int, tokens: int, prompt: int = PROMPT) -> float:
         if batch > 1 and self.wanted.flash_attn:
             self.wanted.flash_attn = False  # which stops at several sequences: GGML_ASSERT(S > 0)
             self.make_context()
-        return super().decode(batch, tokens)
+        return super().decode(batch, tokens, prompt)
 
 
 ENTRIES = [Llama, LlamaKM, LlamaKMMapped, IkLlamaKM]

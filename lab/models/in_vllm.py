@@ -1,14 +1,17 @@
 """vLLM with the plugin and without, in .venv-vllm."""
 
+import sys
 import time
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
 from bench_vllm import Engine, has_amx
 from folders import ROOT
 from peers.base import Environment
+from peers.zentorch_ops import ENVIRONMENT as ZENTORCH
 
-from models.base import POSITIONS, Model, memory
+from models.base import POSITIONS, PROMPT, Model, memory
 
 PYTHON = str(ROOT / ".venv-vllm/bin/python")
 VARIABLES = {
@@ -45,8 +48,8 @@ class Vllm(Model):
     def prefill(self, tokens: int) -> float:
         return self.engine.prefill(tokens)
 
-    def decode(self, batch: int, tokens: int) -> float:
-        return self.engine.decode(batch, tokens)
+    def decode(self, batch: int, tokens: int, prompt: int = PROMPT) -> float:
+        return self.engine.decode(batch, tokens, prompt)
 
 
 def measure_loading() -> dict[str, float]:
@@ -115,4 +118,27 @@ class StockW4A16(Vllm):
         return None if 0.75 * layers + 3 < gigabytes else f"loading {layers} layers takes {0.75 * layers + 3:.0f} GB"
 
 
-ENTRIES = [Plugin, PluginInt4Head, PluginGGUF, PluginQ40, StockBfloat16, StockW4A16]
+class ZentorchW4A16(Vllm):
+    """Stock vLLM with its extra `zentorch`."""
+
+    name, format = "vLLM with zentorch, W4A16", "w4a16"
+    environment = replace(
+        environment(False),
+        name="vllm-zentorch",
+        requirements=ZENTORCH.requirements,
+        python="",
+        packages=f"{ROOT}/.venv-vllm/lib/python{sys.version_info[0]}.{sys.version_info[1]}/site-packages",
+        machines=ZENTORCH.machines,
+    )
+
+    @classmethod
+    def refuses(cls, layers: int, gigabytes: float) -> str | None:
+        return None if is_amd_with_avx512() else "runs on AMD's CPUs with AVX-512"
+
+
+def is_amd_with_avx512() -> bool:
+    text = Path("/proc/cpuinfo").read_text()
+    return "AuthenticAMD" in text and "avx512f" in text
+
+
+ENTRIES = [Plugin, PluginInt4Head, PluginGGUF, PluginQ40, StockBfloat16, StockW4A16, ZentorchW4A16]

@@ -9,15 +9,24 @@ from peers.plots import COLORS, pyplot, save
 from peers.report import command_lines, goal_lines, heading
 from qwen3_moe import Shapes
 
-from models.base import DECODE_BATCHES, PREFILL_TOKENS
-
 OWN, INT4_HEAD, LLAMA = "vLLM, w4a8", "vLLM, w4a8, int4 lm_head", "llama.cpp, Q4_0"
 OWN_GGUF, LLAMA_GGUF = "vLLM, GGUF Q4_K_M", "llama.cpp, Q4_K_M"  # one file
 OWN_Q4_0 = "vLLM, GGUF Q4_0"  # the file of LLAMA
-RATES = {
-    **{f"prefill {n}": ("prefill", n) for n in PREFILL_TOKENS},
-    **{f"decode, batch {n}": ("decode", n) for n in DECODE_BATCHES},
-}
+DECODE_BATCHES = (1, 8)
+
+
+def questions(prompts: list[int], behind: list[int], tokens: int) -> dict[str, tuple[str, list[int]]]:
+    """What a way is asked, by title: the method of models.base.Model, and its arguments."""
+    return {
+        **{f"prefill {n}": ("prefill", [n]) for n in prompts},
+        **{f"decode, batch {n}": ("decode", [n, tokens]) for n in DECODE_BATCHES},
+        **{f"decode behind {n}": ("decode", [1, tokens, n]) for n in behind},
+    }
+
+
+def titles(records: list[dict]) -> list[str]:
+    """The questions that some record answers, in the order in which they were asked."""
+    return list(dict.fromkeys(title for record in records for title in record["rates"]))
 
 
 def middle(values: list[float]) -> float | None:
@@ -41,12 +50,13 @@ def _cell(value: float | None, form: str = "{:.1f}") -> str:
 def tables(records: list[dict]) -> str:
     """Loading, memory and tokens per second; then the served load; then what could not be measured."""
     measured = [record for record in records if record["rates"]]
-    lines = ["", "| | load, s | peak loading, GB | peak, GB | " + " | ".join(f"{t}, tokens/s" for t in RATES) + " |"]
-    lines.append("|---" * (4 + len(RATES)) + "|")
+    asked = titles(measured)
+    lines = ["", "| | load, s | peak loading, GB | peak, GB | " + " | ".join(f"{t}, tokens/s" for t in asked) + " |"]
+    lines.append("|---" * (4 + len(asked)) + "|")
     for record in measured:
         cells = [_cell(middle(record["load_seconds"]))]
         cells += [_cell(record[key] and record[key] / 1e9) for key in ("load_peak", "peak")]
-        cells += [_rates(record, title) for title in RATES]
+        cells += [_rates(record, title) for title in asked]
         lines.append(f"| {record['entry']} | " + " | ".join(cells) + " |")
     served = [record for record in measured if record["served"]]
     if served:
@@ -106,8 +116,9 @@ def plot(records: list[dict], path: Path, versions: dict[str, str]) -> Path | No
     measured: list[dict[str, Any]] = [record for record in records if record["rates"]]
     if plt is None or not measured:
         return None
-    figure, panels = plt.subplots(1, len(RATES), figsize=(3 * len(RATES), 3.2), squeeze=False)
-    for axes, title in zip(panels[0], RATES):
+    asked = titles(measured)
+    figure, panels = plt.subplots(1, len(asked), figsize=(3 * len(asked), 3.2), squeeze=False)
+    for axes, title in zip(panels[0], asked):
         for place, record in enumerate(measured):
             axes.bar(place, rate(record, title) or 0, color=COLORS[place % len(COLORS)])
         axes.set_xticks(range(len(measured)), [r["entry"].replace(", ", "\n") for r in measured], fontsize=7)
@@ -142,3 +153,23 @@ def picture(records: list[dict], path: Path, versions: dict[str, str]) -> Path |
         axes.spines[["top", "right"]].set_visible(False)
     panels[0][0].set_ylabel("tokens per second")
     return save(plt, figure, path, [ours, theirs], versions)
+
+
+def prompts_picture(records: list[dict], path: Path, versions: dict[str, str]) -> Path | None:
+    """Tokens per second by the length of a prompt; None with fewer than three lengths."""
+    plt = pyplot()
+    measured = [record for record in records if record["rates"]]
+    lengths = [int(title.split()[1]) for title in titles(measured) if title.startswith("prefill ")]
+    if plt is None or len(lengths) < 3:
+        return None
+    figure, axes = plt.subplots(figsize=(8.2, 3.4))
+    for place, record in enumerate(measured):
+        points = [(n, rate(record, f"prefill {n}")) for n in lengths if rate(record, f"prefill {n}")]
+        axes.plot(*zip(*points), marker="o", color=COLORS[place % len(COLORS)], label=record["entry"])
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [str(n) for n in lengths])
+    axes.set_ylim(0, None)
+    axes.set_xlabel("tokens of the prompt")
+    axes.set_ylabel("tokens per second")
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    return save(plt, figure, path, measured, versions)

@@ -19,6 +19,7 @@ class Environment:
     variables: dict[str, str] = field(default_factory=dict)  # of its processes
     build_variables: dict[str, str] = field(default_factory=dict)  # of pip, for what is built from source
     python: str = ""  # an interpreter that a script has made; nothing is installed then
+    packages: str = ""  # a folder of packages that serve here too, besides the requirements
     machines: tuple[str, ...] = ()  # platform.machine() it has wheels for; empty: any
 
 

@@ -62,10 +62,12 @@ def make(environment: Environment, folder: Path) -> None:
         for requirement in environment.requirements:
             pip = [str(folder / "bin/python"), "-m", "pip", "install", "--disable-pip-version-check"]
             run([*pip, *requirement.split()], output, environment.build_variables)
+    # torch and numpy are large: those of another environment serve here too, after the peer's packages.
+    paths = {environment.packages} if environment.packages else set()
     if environment.torch:
-        # torch and numpy are large: those of the benchmark's environment serve here too, after the peer's packages.
-        paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()}
-        target = next((folder / "lib").glob("python*")) / "site-packages/of_the_benchmark.pth"
+        paths |= {sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), *site.getsitepackages()}
+    if paths:
+        target = next((folder / "lib").glob("python*")) / "site-packages/of_another_environment.pth"
         target.write_text("".join(f"{path}\n" for path in sorted(paths) if Path(path).is_dir()))
 
 

@@ -22,17 +22,17 @@ class Fake(Model):
         return 4e9
     def prefill(self, tokens):
         return 700.0 if tokens == 512 else 650.0
-    def decode(self, batch, tokens):
-        return 10.0 * batch
+    def decode(self, batch, tokens, prompt=8):
+        return 10.0 * batch * 8 / prompt
 
 class Int4Head(Fake):
     name = "vLLM, w4a8, int4 lm_head"
-    def decode(self, batch, tokens):
+    def decode(self, batch, tokens, prompt=8):
         return 15.0 * batch
 
 class Llama(Fake):
     name = "llama.cpp, Q4_0"
-    def decode(self, batch, tokens):
+    def decode(self, batch, tokens, prompt=8):
         return 5.0
 
 class Failing(Fake):
@@ -79,11 +79,14 @@ def test_a_run(bench_models, monkeypatch, tmp_path, capsys):
 
     monkeypatch.setattr(bench_models, "write", write)
     arguments = ["--layers", "2", "--rounds", "2", "--folder", str(tmp_path / "m"), "--memory", "8", "--no-serve"]
+    arguments += ["--prompts", "512,2048,4096", "--behind", "16"]
     monkeypatch.setattr(sys, "argv", ["bench_models.py", *arguments, "--output", "result"])
     bench_models.main()
     found = json.loads((tmp_path / "result.json").read_text())
     by_name = {record["entry"]: record for record in found["records"]}
     assert by_name["vLLM, w4a8"]["rates"]["decode, batch 8"] == [80.0] * 6
+    assert by_name["vLLM, w4a8"]["rates"]["prefill 4096"] == [650.0] * 6
+    assert by_name["vLLM, w4a8"]["rates"]["decode behind 16"] == [5.0] * 6
     assert by_name["vLLM, w4a8"]["load_seconds"] == [2.0, 2.0]
     assert by_name["vLLM, w4a8"]["peak"] == 4e9
     assert by_name["failing"]["note"] == "ValueError: cannot be loaded"
@@ -126,9 +129,12 @@ def test_one_file(tmp_path):
             f"{name}: allowed / peak while loading": pytest.approx(21.5 / 23),
         }
     assert report.picture([ours], tmp_path / "one.png", {}) is None
+    assert report.prompts_picture([ours], tmp_path / "one.png", {}) is None  # two lengths
     pytest.importorskip("matplotlib")
     records = [{**record, "threads": 2, "note": None} for record in (ours, theirs)]
     assert report.picture(records, tmp_path / "pair.png", {}).stat().st_size > 0
+    ours["rates"]["prefill 8192"] = [80.0]  # which the other did not answer
+    assert report.prompts_picture(records, tmp_path / "prompts.png", {}).stat().st_size > 0
 
 
 def test_a_server_of_a_file(monkeypatch, tmp_path):
