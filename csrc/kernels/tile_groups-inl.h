@@ -323,6 +323,16 @@ template <class Ops>
 __attribute__((noinline)) void start_at_minimums(const PanelLayout& p, const uint8_t* panel, MinimumRows rows) {
   constexpr int kBlock = Ops::kVecs == 1 ? 8 : 4;
   Minimums<Ops> walk(p, panel);
+  if (rows.left == 1) {  // each minimum is used once
+    typename Ops::F f[Ops::kVecs];
+    for_each<Ops::kVecs>([&](int v) W4A8_LAMBDA { f[v] = Ops::splat(0.0f); });
+    for (int64_t g = 0; g < p.groups; ++g, walk.next()) {
+      for_each<Ops::kVecs>(
+          [&](int v) W4A8_LAMBDA { f[v] = Ops::fma(walk.load(v * Ops::kLanes), Ops::splat(rows.offsets[g]), f[v]); });
+    }
+    for_each<Ops::kVecs>([&](int v) W4A8_LAMBDA { Ops::store(rows.out + v * Ops::kLanes, f[v]); });
+    return;
+  }
   for (int64_t begin = 0; begin < p.groups; begin += kMinimumRun, rows.offsets += kMinimumRun) {
     const int64_t groups = p.groups - begin < kMinimumRun ? p.groups - begin : kMinimumRun;
     float minimums[kMinimumRun * kPanelColumns];
