@@ -252,28 +252,41 @@ void weigh_step(const Step<Ops>& step) {
   if (r < tile.rows) weigh_rows<Ops, Dot, 1>(tile, r, keys, unscale);
 }
 
-// Each row times the references of the blocks.
+// Each row times the references of the blocks of a step; 0 for a block that is not there.
 template <class Ops>
-void multiply_references(const QueryTile& tile, const KeySegment& segment) {
+void multiply_references(const Step<Ops>& step) {
   constexpr int kVecs = Ops::kVecs;
+  constexpr int kBlocks = kStepKeys / kBlockKeys;
+  const QueryTile& tile = step.tile;
   const int64_t n = tile.shape.key_size;
-  const int64_t blocks = (segment.count + kBlockKeys - 1) / kBlockKeys;
-  float references[kSegmentBlocks * kMostHeadSize];
-  for (int64_t b = 0; b < blocks; ++b) {
-    widen_row<Ops, DType::kBFloat16>(segment.blocks[b] + tile.shape.reference_at(), references + b * n, n);
+  float references[kBlocks][kMostHeadSize];
+  for (int64_t b = 0; b < step.count; ++b) {
+    widen_row<Ops, DType::kBFloat16>(step.blocks[b] + tile.shape.reference_at(), references[b], n);
   }
+  for (int64_t b = step.count; b < kBlocks; ++b) __builtin_memset(references[b], 0, sizeof references[b]);
   for (int64_t r = 0; r < tile.rows; ++r) {
     const float* row = tile.rotated + r * n;
-    for (int64_t b = 0; b < blocks; ++b) {
-      typename Ops::F sum[kVecs];
-      for_each<kVecs>([&](int v) W4A8_LAMBDA { sum[v] = Ops::splat(0.0f); });
-      for (int64_t i = 0; i < n; i += kHeadStep) {
-        for_each<kVecs>([&](int v) W4A8_LAMBDA {
-          const int64_t at = i + v * Ops::kLanes;
-          sum[v] = Ops::fma(Ops::load(row + at), Ops::load(references + b * n + at), sum[v]);
-        });
-      }
-      tile.bases[r * kSegmentBlocks + b] = Ops::sum16(sum);
+    float* bases = tile.bases + r * kSegmentBlocks + step.in_segment;
+    typename Ops::F sum[kBlocks][kVecs];
+    for_each<kBlocks, kVecs>([&](int b, int v) W4A8_LAMBDA { sum[b][v] = Ops::splat(0.0f); });
+    for (int64_t i = 0; i < n; i += kHeadStep) {
+      for_each<kBlocks, kVecs>([&](int b, int v) W4A8_LAMBDA {
+        const int64_t at = i + v * Ops::kLanes;
+        sum[b][v] = Ops::fma(Ops::load(row + at), Ops::load(references[b] + at), sum[b][v]);
+      });
+    }
+    for_each<kBlocks>([&](int b) W4A8_LAMBDA { bases[b] = Ops::sum16(sum[b]); });
+  }
+}
+
+// Fetches what is behind the values of the next blocks: scales and reference.
+template <class Ops>
+W4A8_INLINE void fetch_scales(const Step<Ops>& step) {
+  const CacheShape shape = step.tile.shape;
+  for (int64_t b = 0; b < step.count; ++b) {
+    if (step.next[b] == nullptr) continue;
+    for (int64_t at = shape.key_scales_at(); at < shape.block_bytes(); at += kLineBytes) {
+      __builtin_prefetch(step.next[b] + at, 0, 2);
     }
   }
 }
@@ -288,7 +301,6 @@ void attend(const QueryTile& tile, const KeySegment& segment) {
   }
   for (int64_t i = 0; i < tile.rows * shape.value_size; ++i) tile.out[i] = 0.0f;
   for (int64_t i = 0; i < tile.rows * kHeadStep; ++i) tile.lanes[i] = 0.0f;
-  if constexpr (Dot::kInt8) multiply_references<Ops>(tile, segment);
 
   int32_t all_end = tile.end[0];
   int32_t all_begin = tile.begin[0];
@@ -312,6 +324,10 @@ void attend(const QueryTile& tile, const KeySegment& segment) {
               ? (b + 2 + i < (segment.count + kBlockKeys - 1) / kBlockKeys ? segment.blocks[b + 2 + i] : nullptr)
               : segment.next[i];
       step.masked[i] = key < all_begin || key + kBlockKeys > all_end;
+    }
+    if constexpr (Dot::kInt8) {
+      fetch_scales(step);
+      multiply_references(step);
     }
     for (int64_t i = 0; i < count; ++i) {
       // All keys for one tile of rows: the block stays in a first-level cache, the queries of all rows may not fit.
