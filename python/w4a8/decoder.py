@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -114,19 +115,25 @@ class StepThreads:
     """
 
     MOST_ROWS = 8
+    _taken = threading.local()  # .count: that of the calling thread while torch has one thread
 
     def __init__(self) -> None:
-        self.count = torch.get_num_threads()
+        self.count = getattr(self._taken, "count", 0) or torch.get_num_threads()
         self._has_team = False
 
     def before(self, rows: int) -> int:
         """Sets torch's number of threads for a step of so many rows, and what follows; returns that of the step."""
-        self._set(1 if self._has_team and rows <= self.MOST_ROWS else self.count)
+        if self._has_team and rows <= self.MOST_ROWS:
+            self._taken.count = self.count
+            self._set(1)
+        else:
+            self.restore()
         self._has_team = True  # which a step makes while torch has all threads
         return self.count
 
     def restore(self) -> None:
         """Gives torch all threads."""
+        self._taken.count = 0
         self._set(self.count)
 
     @staticmethod

@@ -185,7 +185,9 @@ def fuse(model: Any, kind: str = "int8") -> Callable[[], None]:
 
     def undo() -> None:
         if vars(model).get("forward") is forward:
-            del model.forward, model.generate
+            del model.forward
+            if isinstance(vars(model).get("generate"), _Generate):
+                del model.generate
         undo_attention()
 
     return undo
