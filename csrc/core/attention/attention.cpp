@@ -61,7 +61,7 @@ struct TileBuffers {
     tile.rotated = floats(shape.key_size);
     tile.scales = floats(1);
     tile.starts = slicer.take<int32_t>(rows);
-    tile.bases = floats(kSegmentBlocks);
+    tile.bases = floats(kStepBlocks);
     tile.scores = floats(kStepKeys);
     tile.weights = slicer.take<uint8_t>(rows * kWeightBytes);
     tile.most = floats(kHeadStep);
@@ -182,7 +182,7 @@ class Attention {
       for (int64_t b = 0; b < ceil_div(segment.count, kBlockKeys); ++b) {
         segment.blocks[b] = cache_.block(tile.sequence, tile.head, std::max(first_block, s * kSegmentBlocks + b));
       }
-      for (int64_t b = 0; b < kStepKeys / kBlockKeys && s + 1 < piece.segments.end; ++b) {
+      for (int64_t b = 0; b < kStepBlocks && s + 1 < piece.segments.end; ++b) {
         if ((s + 1) * kSegmentKeys + b * kBlockKeys >= last_end) break;
         segment.next[b] = cache_.block(tile.sequence, tile.head, (s + 1) * kSegmentBlocks + b);
       }

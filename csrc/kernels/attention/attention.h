@@ -14,8 +14,9 @@ enum class CacheKind : uint8_t {
   kBFloat16 = 1,  ///< both bfloat16
 };
 
-inline constexpr int64_t kBlockKeys = 64;     ///< tokens of a block
-inline constexpr int64_t kStepKeys = 128;     ///< keys that share a rounding of the weights: two blocks
+inline constexpr int64_t kBlockKeys = 64;  ///< tokens of a block
+inline constexpr int64_t kStepKeys = 128;  ///< keys that share a rounding of the weights: two blocks
+inline constexpr int kStepBlocks = kStepKeys / kBlockKeys;
 inline constexpr int64_t kSegmentKeys = 512;  ///< keys that are summed by themselves; sums of segments are merged
 inline constexpr int64_t kSegmentBlocks = kSegmentKeys / kBlockKeys;
 inline constexpr int64_t kItemBytes = 4;  ///< four int8 or two bfloat16, what a dot product takes at once
@@ -83,7 +84,7 @@ struct QueryTile {
   int32_t* starts;   ///< [rows], kInt8: -128 times the sum of a row
 
   // Scratch of a segment.
-  float* bases;      ///< [rows, kSegmentBlocks], kInt8: the row times the references
+  float* bases;      ///< [rows, kStepBlocks], kInt8: the row times the references of a step
   float* scores;     ///< [rows, kStepKeys]
   uint8_t* weights;  ///< dense rows; room for kWeightBytes each
   float* most;       ///< [rows, 16]

@@ -11,7 +11,6 @@ struct Step {
   const uint8_t* next[2];  // to be fetched; null: nothing
   int64_t key;             // the first one
   int64_t count;           // of blocks
-  int64_t in_segment;      // the number of the first block in the segment
   bool masked[2];          // some row does not see all of the block
 };
 
@@ -80,7 +79,7 @@ __attribute__((noinline)) void score_rows(const Step<Ops>& step, int64_t row, in
   const uint8_t* const value_scales = block + shape.value_scales_at() + 4 * column;
   const int32_t* const starts = tile.starts + row;
   const float* const scales = tile.scales + row;
-  const float* const bases = tile.bases + row * kSegmentBlocks + step.in_segment + b;
+  const float* const bases = tile.bases + row * kStepBlocks + b;
   float* const largest_of_lanes = tile.most + row * kHeadStep;
   float* const scores = tile.scores + row * kStepKeys + b * kBlockKeys + column;
 
@@ -95,7 +94,7 @@ __attribute__((noinline)) void score_rows(const Step<Ops>& step, int64_t row, in
       if constexpr (Dot::kInt8) {
         const F sum = Ops::to_float(Ops::iadd(Dot::total(sums[r][c]), Ops::isplat(starts[r])));
         const F scaled = Ops::mul(sum, Ops::load_bytes(key_scales + 4 * c * Ops::kLanes));
-        t[c] = Ops::fma(scaled, Ops::splat(scales[r]), Ops::splat(bases[r * kSegmentBlocks]));
+        t[c] = Ops::fma(scaled, Ops::splat(scales[r]), Ops::splat(bases[r * kStepBlocks]));
       } else {
         t[c] = Ops::mul(Dot::total(sums[r][c]), Ops::splat(factor));
       }
@@ -256,26 +255,25 @@ void weigh_step(const Step<Ops>& step) {
 template <class Ops>
 void multiply_references(const Step<Ops>& step) {
   constexpr int kVecs = Ops::kVecs;
-  constexpr int kBlocks = kStepKeys / kBlockKeys;
   const QueryTile& tile = step.tile;
   const int64_t n = tile.shape.key_size;
-  float references[kBlocks][kMostHeadSize];
+  float references[kStepBlocks][kMostHeadSize];
   for (int64_t b = 0; b < step.count; ++b) {
     widen_row<Ops, DType::kBFloat16>(step.blocks[b] + tile.shape.reference_at(), references[b], n);
   }
-  for (int64_t b = step.count; b < kBlocks; ++b) __builtin_memset(references[b], 0, sizeof references[b]);
+  for (int64_t b = step.count; b < kStepBlocks; ++b) __builtin_memset(references[b], 0, sizeof references[b]);
   for (int64_t r = 0; r < tile.rows; ++r) {
     const float* row = tile.rotated + r * n;
-    float* bases = tile.bases + r * kSegmentBlocks + step.in_segment;
-    typename Ops::F sum[kBlocks][kVecs];
-    for_each<kBlocks, kVecs>([&](int b, int v) W4A8_LAMBDA { sum[b][v] = Ops::splat(0.0f); });
+    float* bases = tile.bases + r * kStepBlocks;
+    typename Ops::F sum[kStepBlocks][kVecs];
+    for_each<kStepBlocks, kVecs>([&](int b, int v) W4A8_LAMBDA { sum[b][v] = Ops::splat(0.0f); });
     for (int64_t i = 0; i < n; i += kHeadStep) {
-      for_each<kBlocks, kVecs>([&](int b, int v) W4A8_LAMBDA {
+      for_each<kStepBlocks, kVecs>([&](int b, int v) W4A8_LAMBDA {
         const int64_t at = i + v * Ops::kLanes;
         sum[b][v] = Ops::fma(Ops::load(row + at), Ops::load(references[b] + at), sum[b][v]);
       });
     }
-    for_each<kBlocks>([&](int b) W4A8_LAMBDA { bases[b] = Ops::sum16(sum[b]); });
+    for_each<kStepBlocks>([&](int b) W4A8_LAMBDA { bases[b] = Ops::sum16(sum[b]); });
   }
 }
 
@@ -314,7 +312,7 @@ void attend(const QueryTile& tile, const KeySegment& segment) {
     if (segment.first_key + at + kStepKeys <= first_begin) continue;  // in front of all windows
     const int64_t b = at / kBlockKeys;
     const int64_t count = segment.count - at > kBlockKeys ? 2 : 1;
-    Step<Ops> step = {tile, {}, {}, segment.first_key + at, count, b, {}};
+    Step<Ops> step = {tile, {}, {}, segment.first_key + at, count, {}};
     for (int64_t i = 0; i < count; ++i) {
       const int64_t key = step.key + i * kBlockKeys;
       step.blocks[i] = segment.blocks[b + i];
