@@ -46,9 +46,9 @@ class ProcessTeam {
 #endif
 
  public:
-  /// For one call: the team of `threads`, 0: of as many threads as torch has. A team of the caller alone where another
-  /// thread uses it, or there is one worker. A team is made while torch has as many threads, whose CPUs it gets; else
-  /// the caller is alone too.
+  /// For one call: the team of `threads` threads, 0: of as many as torch has. The caller is alone where another thread
+  /// uses the team, where there is one worker, and where the team is not made yet and torch has another number of
+  /// threads: the team gets the CPUs of torch's threads.
   class Use {
    public:
     Use(ProcessTeam& owner, int threads) {
@@ -79,7 +79,7 @@ class ProcessTeam {
     std::shared_ptr<const Places> places_;
   };
 
-  /// Before weights go away.
+  /// Waits until no thread of the team reads weights. To be called before they go away.
   void await_readers() {
     const std::lock_guard<std::mutex> making(mutex_);
     if (team_ == nullptr || process_ != getpid()) return;

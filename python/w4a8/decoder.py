@@ -108,14 +108,14 @@ class Decoder:
 
 
 class StepThreads:
-    """Torch's number of threads around the steps of one caller: one between steps of few rows.
+    """Torch's number of threads around the steps of one caller: one between steps of up to MOST_ROWS rows.
 
     Torch's own operators there, like sampling, are small. A second thread of OpenMP gains nothing for them, and if
     another process uses its CPU, each operator waits for milliseconds. The steps keep all threads, on the team.
     """
 
     MOST_ROWS = 8
-    _taken = threading.local()  # .count: that of the calling thread while torch has one thread
+    _taken = threading.local()  # .count: how many torch had before, while it has one in the calling thread; else 0
 
     def __init__(self) -> None:
         self.count = getattr(self._taken, "count", 0) or torch.get_num_threads()
@@ -128,7 +128,7 @@ class StepThreads:
             self._set(1)
         else:
             self.restore()
-        self._has_team = True  # which a step makes while torch has all threads
+        self._has_team = True  # the first step makes the team, while torch has all threads
         return self.count
 
     def restore(self) -> None:
@@ -139,6 +139,6 @@ class StepThreads:
     @staticmethod
     def _set(count: int) -> None:
         if torch.get_num_threads() != count:
-            # vLLM makes torch.set_num_threads do nothing, since new threads are not bound to CPUs. The next step with
-            # all threads binds them.
+            # vLLM makes torch.set_num_threads do nothing, lest there be threads that are not bound to CPUs. The next
+            # step with all threads binds the new ones.
             torch._C.set_num_threads(count)

@@ -218,8 +218,8 @@ void weigh_step(const Step<Ops>& step) {
   constexpr int kVecs = Ops::kVecs;
   const QueryTile& tile = step.tile;
   const int64_t keys = step.count * kBlockKeys;
-  // By what a weight must be multiplied to be without the scale of its value; 1 where that is no number, so that a
-  // weight of 0 stays 0.
+  // By what a weight must be multiplied to be without the scale of its value; 1 where that is no number or too large,
+  // so that a weight of 0 stays 0.
   float unscale[kStepKeys];
   if constexpr (Dot::kInt8) {
     for (int64_t key = 0; key < keys; key += Ops::kLanes) {
@@ -244,7 +244,7 @@ void weigh_step(const Step<Ops>& step) {
     Ops::store(tile.alpha + r, vec_exp2<Ops>(Ops::sub(old, now)));
     Ops::store(tile.beta + r, vec_exp2<Ops>(Ops::sub(here, now)));
   }
-  // Two rows where one has a single register of keys at a time: each waits for what rounding the keys before it left.
+  // Keys wait for what rounding the keys before them left. Two rows at a time hide that, where a row has one register.
   constexpr int R = kVecs == 1 ? 2 : 1;
   int64_t r = 0;
   for (; r + R <= tile.rows; r += R) weigh_rows<Ops, Dot, R>(tile, r, keys, unscale);
