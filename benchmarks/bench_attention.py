@@ -5,7 +5,8 @@
 The shapes are those of a layer of Qwen3-30B-A3B (32 query heads, 4 key heads of 128), bfloat16, pages of 128 tokens.
 Where few rows read a long cache, calls go from layer to layer, so that no cache of the CPU holds one. Printed are
 medians of the rounds, and how many times as fast as vLLM's attention over its bfloat16 cache. PyTorch's attention gets
-keys and values contiguous, which no cache gives it. See benchmarks/README.md.
+keys and values contiguous, which no cache gives it. Latent attention (MLA) has the shapes of DeepSeek-V2-Lite and V3,
+and vLLM's operator for decode steps without AMX. See benchmarks/README.md.
 """
 
 import argparse
@@ -69,6 +70,28 @@ QUESTIONS = {
         Question(1, 4096, 8),
     ],
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Latent:
+    """One new token of each of `sequences` sequences behind `behind` others, `heads` query heads: DeepSeek's decode."""
+
+    heads: int
+    behind: int
+    sequences: int = 1
+
+    @property
+    def name(self) -> str:
+        of = f"{self.sequences} x " if self.sequences > 1 else ""
+        return f"{self.heads} heads, {of}1 behind {self.behind}"
+
+    @property
+    def layers(self) -> int:
+        return max(2, min(27, int(CACHED_BYTES / (self.behind * self.sequences * sum(LATENT) * 2))))
+
+
+LATENT = (512, 64)  # channels of keys that are values, and those that are not
+LATENTS = [Latent(16, 1024), Latent(16, 4096), Latent(16, 16384), Latent(16, 4096, 8), Latent(128, 4096)]
 
 
 class Call:
@@ -163,16 +186,52 @@ def ways(call: Call) -> dict:
     return found
 
 
-def measure(question: Question, rounds: int) -> dict[str, float]:
+def latent_ways(question: Latent) -> dict:
+    generator = torch.Generator().manual_seed(0)
+    size, values = sum(LATENT), LATENT[0]
+    query = torch.randn(question.sequences, question.heads, size, generator=generator).bfloat16()
+    lengths = torch.full((question.sequences,), question.behind + 1, dtype=torch.int32)
+    pages = -(-(question.behind + 1) // PAGE)
+    ours, theirs = [], []
+    keys = torch.randn(question.sequences * (question.behind + 1), 1, size, generator=generator).bfloat16()
+    count = pages * question.sequences
+    table = torch.arange(count, dtype=torch.int32).view(question.sequences, -1)
+    small = torch.arange(count * PAGE // 16, dtype=torch.int32).view(question.sequences, -1)
+    starts = torch.arange(question.sequences + 1, dtype=torch.int32)
+    for _ in range(question.layers):
+        width = PAGE // 64 * w4a8.attention_block_bytes("latent", size, values)
+        cache = torch.zeros(count, 1, width, dtype=torch.uint8)
+        w4a8.paged_attention_write(
+            keys, keys[..., :values], cache, table, lengths, starts * (question.behind + 1), kind="latent"
+        )
+        ours.append(cache)
+        plain = torch.zeros(question.sequences, pages * PAGE, size, dtype=torch.bfloat16)
+        plain[:, : question.behind + 1] = keys.view(question.sequences, -1, size)
+        theirs.append(plain.view(-1, 16, size))
+    scale = (128 + LATENT[1]) ** -0.5
+    out = torch.empty(question.sequences, question.heads, values, dtype=torch.bfloat16)
+
+    def vllm(i: int) -> torch.Tensor:
+        vllm_ops.mla_decode_kvcache_cpu(out, query, theirs[i % len(theirs)], scale, small, lengths)
+        return out
+
+    def w4a8_(i: int) -> torch.Tensor:
+        cache = ours[i % len(ours)]
+        return w4a8.paged_attention(query, cache, table, lengths, starts, scale, kind="latent", value_size=values)
+
+    return {"w4a8 bfloat16": w4a8_, BASE: vllm}
+
+
+def measure(question: Question | Latent, rounds: int) -> dict[str, float]:
     """Seconds of a call, the median of the rounds, in which the ways take turns."""
-    call = Call(question)
-    candidates = ways(call)
-    exact = candidates["torch sdpa"](0).float()
+    latent = isinstance(question, Latent)
+    candidates = latent_ways(question) if latent else ways(Call(question))
+    exact = candidates[BASE if latent else "torch sdpa"](0).float()
     for name, run in candidates.items():
         error = (run(0).float() - exact).norm() / exact.norm()
-        if not error < 0.3:  # random keys: what is left of random values is small
+        if not error < (0.02 if latent else 0.3):  # random keys: what is left of random values is small
             raise RuntimeError(f"{name} gives something else for {question.name}: relative error {error:.3f}")
-    calls = 1 if question.rows > 64 else max(2, min(question.layers, 8))
+    calls = 1 if not latent and question.rows > 64 else max(2, min(question.layers, 8))
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(rounds):
         for name, run in candidates.items():
@@ -193,7 +252,8 @@ def cpu_name() -> str:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--questions", nargs="+", choices=list(QUESTIONS), default=list(QUESTIONS))
+    all_questions = [*QUESTIONS, "latent"]
+    parser.add_argument("--questions", nargs="+", choices=all_questions, default=all_questions)
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args(arguments)
     print(f"{cpu_name()}, kernel {w4a8.active_kernel()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}")
@@ -201,7 +261,7 @@ def main(arguments: list[str]) -> None:
         torch.set_num_threads(threads)
         print(f"\n{threads} thread{'s' if threads > 1 else ''}: ms (times as fast as {BASE}), GFLOP/s of w4a8 int8\n")
         heading = None
-        for question in (q for name in given.questions for q in QUESTIONS[name]):
+        for question in (q for name in given.questions if name != "latent" for q in QUESTIONS[name]):
             found = measure(question, given.rounds)
             if heading is None:
                 heading = "| tokens | " + " | ".join(found) + " | GFLOP/s |"
@@ -209,6 +269,12 @@ def main(arguments: list[str]) -> None:
             cells = [f"{t * 1e3:.3f} ({found[BASE] / t:.2f})" for t in found.values()]
             rate = question.flops / found["w4a8 int8"] / 1e9
             print(f"| {question.name} | " + " | ".join(cells) + f" | {rate:.0f} |", flush=True)
+        if "latent" in given.questions:
+            print(f"\n| latent attention | w4a8 bfloat16 | {BASE} |\n|---|---|---|")
+        for question in LATENTS if "latent" in given.questions else ():
+            found = measure(question, given.rounds)
+            cells = [f"{t * 1e3:.3f} ({found[BASE] / t:.2f})" for t in found.values()]
+            print(f"| {question.name} | " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":

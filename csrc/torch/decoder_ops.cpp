@@ -167,7 +167,7 @@ void decoder_add_layer_cpu(const Tensor& decoder, Tensors qkv, const Tensor& out
   W4A8_CHECK(heads >= 1 && heads <= 65536, "heads is ", heads, ", expected 1..65536");
   W4A8_CHECK(kv_heads >= 1 && heads % kv_heads == 0, "kv_heads is ", kv_heads, ", expected a divisor of heads, ",
              heads);
-  check_cache_shape({kind_of(kind), head_size, head_size});
+  check_cache_shape({kind_of(kind, false), head_size, head_size});
   W4A8_CHECK(window >= 0, "window is ", window, ", expected 0 (none) or more");
   W4A8_CHECK(rope >= -1, "rope is ", rope, ", expected -1 (none) or the number of a table");
   W4A8_CHECK(soft_cap >= 0, "soft_cap is ", soft_cap, ", expected 0 (none) or more");
@@ -201,7 +201,7 @@ void decoder_add_layer_cpu(const Tensor& decoder, Tensors qkv, const Tensor& out
   attention.k_norm = norm_of(*found, "k_norm", k_norm, of_k, eps);
   attention.rope = rope;
   attention.interleaved = interleaved;
-  attention.kind = kind_of(kind);
+  attention.kind = kind_of(kind, false);
   attention.scale = to_float32(scale);
   attention.soft_cap = to_float32(soft_cap);
   attention.window = window;

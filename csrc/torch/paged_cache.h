@@ -6,10 +6,13 @@
 
 namespace w4a8 {
 
-inline CacheKind kind_of(Text kind) {
-  if (kind == "int8") return CacheKind::kInt8;
-  W4A8_CHECK(kind == "bfloat16", "kind is '", kind, "', expected 'int8' or 'bfloat16'");
-  return CacheKind::kBFloat16;
+/// latents: whether a cache of kLatent is taken.
+inline CacheKind kind_of(Text kind, bool latents) {
+  for (const CacheKind each : {CacheKind::kInt8, CacheKind::kBFloat16, CacheKind::kLatent}) {
+    if (kind == cache_kind_name(each) && (latents || each != CacheKind::kLatent)) return each;
+  }
+  W4A8_CHECK(false, "kind is '", kind, "', expected ",
+             latents ? "'int8', 'bfloat16' or 'latent'" : "'int8' or 'bfloat16'");
 }
 
 inline void check_table(const char* name, const Tensor& tensor, int64_t dims) {

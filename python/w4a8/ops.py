@@ -15,6 +15,7 @@ from w4a8 import compiled
 
 DEFAULT_EFFORT = 2  # of round_weights
 HEAD_SIZES = range(16, 257, 16)  # that paged_attention takes
+LATENT_SIZES = range(32, 577, 16)  # of keys, in a cache of kind "latent"
 BLOCK_TOKENS = 64  # tokens of a block in the cache of paged_attention; a page has whole blocks
 
 
@@ -354,14 +355,16 @@ def paged_attention_write(
 
     Args:
         key: float32, bfloat16 or float16 [T, KV, D], D a multiple of 16 up to 256, after the rotary embedding.
-        value: [T, KV, V] of the same dtype, V a multiple of 16 up to 256.
+        value: [T, KV, V] of the same dtype, V a multiple of 16 up to 256. kind "latent": key[..., :V], V less than D,
+            D up to 576.
         cache: uint8 or int8 [pages, KV, bytes], changed in place. bytes: attention_block_bytes(kind, D, V) for each 64
             tokens of a page. A new cache may hold any bytes.
         block_table: int32 [B, W]: token t of sequence b is in page block_table[b, t // tokens of a page].
         seq_lens: int32 [B], the tokens of each sequence, with the tokens of this call.
         query_start_loc: int32 [B + 1]: key[query_start_loc[b] : query_start_loc[b + 1]] are the last tokens of
             sequence b.
-        kind: "int8" or "bfloat16".
+        kind: "int8", "bfloat16", or "latent": bfloat16 keys whose first V channels are the values, as multi-head latent
+            attention has them (DeepSeek: D is 576, V 512).
         window: the window that paged_attention will get for this cache.
     """
     op = torch.ops.w4a8.paged_attention_write.default
@@ -421,12 +424,12 @@ def attention_block_bytes(kind: str, key_size: int, value_size: int) -> int:
     """Bytes of 64 tokens of one key head in the cache of paged_attention.
 
     Raises:
-        ValueError: kind is neither "int8" nor "bfloat16".
+        ValueError: kind is not "int8", "bfloat16" or "latent".
     """
-    if kind == "bfloat16":
-        return BLOCK_TOKENS * 2 * (key_size + value_size)
+    if kind in ("bfloat16", "latent"):
+        return BLOCK_TOKENS * 2 * (key_size + (value_size if kind == "bfloat16" else 0))
     if kind != "int8":
-        raise ValueError(f"kind is {kind!r}, expected 'int8' or 'bfloat16'")
+        raise ValueError(f"kind is {kind!r}, expected 'int8', 'bfloat16' or 'latent'")
     reference = (2 * key_size + 63) // 64 * 64
     return BLOCK_TOKENS * (key_size + value_size + 8) + reference
 

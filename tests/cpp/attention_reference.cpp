@@ -77,15 +77,16 @@ float tree(std::array<float, 16> x) {
 void CachedHead::append(std::vector<float> key, std::vector<float> value) {
   Token token;
   const int64_t position = tokens();
+  if (shape_.kind == CacheKind::kLatent) value.assign(key.begin(), key.begin() + shape_.value_size);
   const bool usable = finite(key) && finite(value);
-  if (shape_.kind == CacheKind::kBFloat16) {
+  if (shape_.kind != CacheKind::kInt8) {
     token.key.assign(key.size(), 0.0f);
     token.value.assign(value.size(), 0.0f);
     if (usable) {
       std::transform(key.begin(), key.end(), token.key.begin(), flushed);
       std::transform(value.begin(), value.end(), token.value.begin(), flushed);
     } else {
-      token.key[0] = kNan;
+      token.key.back() = kNan;
     }
     keys_.push_back(token);
     return;

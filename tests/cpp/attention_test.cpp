@@ -15,6 +15,13 @@ namespace {
 
 constexpr DType kDType = DType::kFloat32;
 
+constexpr CacheKind kCacheKinds[] = {CacheKind::kInt8, CacheKind::kBFloat16, CacheKind::kLatent};
+
+// Keys of kLatent have the values and key_size more channels.
+CacheShape shape_of(CacheKind kind, int64_t key_size, int64_t value_size) {
+  return {kind, kind == CacheKind::kLatent ? value_size + key_size : key_size, value_size};
+}
+
 struct Problem {
   CacheShape shape;
   int64_t heads = 2;  // of keys
@@ -29,10 +36,10 @@ struct Problem {
 };
 
 std::string text_of(const Problem& problem) {
-  return std::string(problem.shape.kind == CacheKind::kInt8 ? "int8" : "bfloat16") + " sizes " +
-         std::to_string(problem.shape.key_size) + ", " + std::to_string(problem.shape.value_size) + " length " +
-         std::to_string(problem.lengths[0]) + " fresh " + std::to_string(problem.fresh[0]) + " window " +
-         std::to_string(problem.window) + (problem.causal ? "" : " all") + " cap " + std::to_string(problem.soft_cap);
+  return std::string(cache_kind_name(problem.shape.kind)) + " sizes " + std::to_string(problem.shape.key_size) + ", " +
+         std::to_string(problem.shape.value_size) + " length " + std::to_string(problem.lengths[0]) + " fresh " +
+         std::to_string(problem.fresh[0]) + " window " + std::to_string(problem.window) +
+         (problem.causal ? "" : " all") + " cap " + std::to_string(problem.soft_cap);
 }
 
 // Random sequences in pages that lie anywhere, and what attention over them is.
@@ -243,19 +250,21 @@ TEST_P(AttentionTest, EveryHeadSize) {
   W4A8_TRACE_SEED();
   Rng rng(900);
   for (int64_t size = 16; size <= 256; size += 16) {
-    for (const CacheKind kind : {CacheKind::kInt8, CacheKind::kBFloat16}) {
-      check(rng, {.shape = {kind, size, 272 - size}, .lengths = {67}, .fresh = {3}});
+    for (const CacheKind kind : kCacheKinds) {
+      check(rng, {.shape = shape_of(kind, size, 272 - size), .lengths = {67}, .fresh = {3}});
     }
   }
+  check(rng, {.shape = {CacheKind::kLatent, 576, 512}, .heads = 1, .group = 16, .lengths = {200}, .fresh = {2}});
+  check(rng, {.shape = {CacheKind::kLatent, 576, 16}, .lengths = {67}, .fresh = {3}});
 }
 
 TEST_P(AttentionTest, EveryNumberOfRows) {
   W4A8_TRACE_SEED();
   Rng rng(901);
-  for (const CacheKind kind : {CacheKind::kInt8, CacheKind::kBFloat16}) {
+  for (const CacheKind kind : kCacheKinds) {
     for (const int64_t fresh : {1, 2, 3, 5, 11, 33, 40, 64}) {
       for (const int64_t group : {1, 7}) {
-        check(rng, {.shape = {kind, 32, 48}, .heads = 1, .group = group, .lengths = {130}, .fresh = {fresh}});
+        check(rng, {.shape = shape_of(kind, 32, 48), .heads = 1, .group = group, .lengths = {130}, .fresh = {fresh}});
       }
     }
   }
@@ -264,12 +273,12 @@ TEST_P(AttentionTest, EveryNumberOfRows) {
 TEST_P(AttentionTest, LengthsAndWindows) {
   W4A8_TRACE_SEED();
   Rng rng(902);
-  for (const CacheKind kind : {CacheKind::kInt8, CacheKind::kBFloat16}) {
+  for (const CacheKind kind : kCacheKinds) {
     for (const int64_t length : {1, 63, 64, 65, 127, 128, 129, 512, 513, 1100}) {
       for (const int64_t window : {0, 1, 40, 64, 65, 128, 600}) {
         for (const bool causal : {true, false}) {
           const int64_t fresh = std::min<int64_t>(length, 2);
-          check(rng, {.shape = {kind, 16, 16},
+          check(rng, {.shape = shape_of(kind, 16, 16),
                       .heads = 1,
                       .group = 2,
                       .lengths = {length},
@@ -285,11 +294,11 @@ TEST_P(AttentionTest, LengthsAndWindows) {
 TEST_P(AttentionTest, SoftCapsSinksPagesAndWorkers) {
   W4A8_TRACE_SEED();
   Rng rng(903);
-  for (const CacheKind kind : {CacheKind::kInt8, CacheKind::kBFloat16}) {
+  for (const CacheKind kind : kCacheKinds) {
     for (const int workers : {1, 3}) {
       for (const bool sinks : {false, true}) {
         check(rng,
-              {.shape = {kind, 64, 32},
+              {.shape = shape_of(kind, 64, 32),
                .lengths = {700, 3, 65},
                .fresh = {2, 3, 1},
                .soft_cap = sinks ? 20.0f : 0.5f,
@@ -305,9 +314,10 @@ TEST_P(AttentionTest, SoftCapsSinksPagesAndWorkers) {
 TEST_P(AttentionTest, ChunksChangeNoBit) {
   W4A8_TRACE_SEED();
   Rng rng(904);
-  for (const CacheKind kind : {CacheKind::kInt8, CacheKind::kBFloat16}) {
+  for (const CacheKind kind : kCacheKinds) {
     for (const int64_t window : {0, 64, 100}) {
-      const Problem problem = {.shape = {kind, 32, 32}, .lengths = {203, 90}, .fresh = {203, 90}, .window = window};
+      const Problem problem = {
+          .shape = shape_of(kind, 32, 32), .lengths = {203, 90}, .fresh = {203, 90}, .window = window};
       SCOPED_TRACE(text_of(problem));
       Sequences sequences(rng, problem);
       SerialParallel serial;
@@ -365,19 +375,21 @@ TEST_P(AttentionTest, NotFinite) {
   W4A8_TRACE_SEED();
   Rng rng(905);
   enum class Part { kKey, kValue, kQuery };
-  for (const CacheKind kind : {CacheKind::kInt8, CacheKind::kBFloat16}) {
+  for (const CacheKind kind : kCacheKinds) {
     for (const Part part : {Part::kKey, Part::kValue, Part::kQuery}) {
+      if (kind == CacheKind::kLatent && part == Part::kValue) continue;  // a key is its value
       for (const float bad : {std::numeric_limits<float>::quiet_NaN(), bits_float(0x7fffffff), bits_float(0xffffffff),
                               bits_float(0x7f800001), std::numeric_limits<float>::infinity(),
                               std::numeric_limits<float>::max(), 0x1.ffp127f, -0x1.ffp127f}) {
         const Problem problem = {
-            .shape = {kind, 32, 32}, .heads = 1, .group = 1, .lengths = {90}, .fresh = {90}, .window = 20};
+            .shape = shape_of(kind, 32, 32), .heads = 1, .group = 1, .lengths = {90}, .fresh = {90}, .window = 20};
         SCOPED_TRACE(text_of(problem) + " part " + std::to_string(static_cast<int>(part)) + " bits " +
                      std::to_string(float_bits(bad)));
         Sequences sequences(rng, problem);
         SerialParallel serial;
+        const auto row = static_cast<std::size_t>(30 * (part == Part::kValue ? 32 : problem.shape.key_size));
         (part == Part::kKey ? sequences.keys()
-                            : (part == Part::kValue ? sequences.values() : sequences.queries()))[30 * 32 + 5] = bad;
+                            : (part == Part::kValue ? sequences.values() : sequences.queries()))[row + 5] = bad;
         sequences.write(kernel(), serial, sequences.zeros(), problem.lengths);
         const std::vector<float> out = sequences.attend(kernel(), serial, sequences.zeros(), problem.lengths);
         expect_same(out, sequences.expected(sequences.zeros(), problem.lengths));
@@ -418,6 +430,15 @@ TEST(AttentionShapeTest, HeadSizes) {
             "the head size of the values is 272, expected a multiple of 16 in 16..256");
   EXPECT_EQ(message_of([&] { check(72, 64); }),
             "the head size of the keys is 72, expected a multiple of 16 in 16..256");
+  const auto check_latent = [](int64_t keys, int64_t values) { check_cache_shape({CacheKind::kLatent, keys, values}); };
+  check_latent(576, 560);
+  check_latent(32, 16);
+  EXPECT_EQ(message_of([&] { check_latent(592, 512); }),
+            "the head size of the keys is 592, expected a multiple of 16 in 32..576");
+  EXPECT_EQ(message_of([&] { check_latent(16, 16); }),
+            "the head size of the keys is 16, expected a multiple of 16 in 32..576");
+  EXPECT_EQ(message_of([&] { check_latent(512, 512); }),
+            "the head size of the values is 512, expected a multiple of 16 in 16..496");
 }
 
 W4A8_FOR_ALL_KERNELS(AttentionTest);

@@ -23,6 +23,7 @@ using test::GuardedBuffer;
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+constexpr CacheKind kKinds[] = {CacheKind::kInt8, CacheKind::kBFloat16, CacheKind::kLatent};
 constexpr int64_t kSizes[] = {16, 32, 48, 64, 80, 128, 144, 256};
 constexpr int64_t kWindows[] = {0, 0, 1, 30, 64, 65, 100, 200, 513};
 // What the operator takes: any scale, and a cap that is not negative.
@@ -100,9 +101,10 @@ void patch(Bytes& in, Rows& rows, int64_t token) {
 
 Problem make_problem(Bytes& in) {
   Problem p = {};
-  p.shape.kind = in.flag() ? CacheKind::kBFloat16 : CacheKind::kInt8;
+  p.shape.kind = in.pick(kKinds);
   p.shape.key_size = in.pick(kSizes);
   p.shape.value_size = in.pick(kSizes);
+  if (p.shape.kind == CacheKind::kLatent) p.shape.key_size += p.shape.value_size;
   p.heads = in.integer(1, 2);
   p.group = in.integer(1, 9);
   p.page_tokens = kBlockKeys * in.integer(1, 3);
@@ -304,8 +306,9 @@ class Expected {
                      t % p_.page_tokens / kBlockKeys * shape.block_bytes();
     const int64_t j = t % kBlockKeys;
     const bool int8 = shape.kind == CacheKind::kInt8;
+    const bool latent = shape.kind == CacheKind::kLatent;
     if (j == 0) {
-      std::fill(block + shape.values_at(), block + shape.key_scales_at(), uint8_t{0});
+      std::fill(block + (latent ? 0 : shape.values_at()), block + shape.key_scales_at(), uint8_t{0});
       if (int8) {
         std::fill(block + shape.reference_at(), block + shape.block_bytes(), uint8_t{0});
         copy(to_bytes(head.reference(t / kBlockKeys), DType::kBFloat16), block + shape.reference_at());
@@ -317,7 +320,7 @@ class Expected {
       put(token.key[static_cast<std::size_t>(i)], 128.0f,
           block + i / per * kItemLine + j * kItemBytes + i % per * (kItemBytes / per));
     }
-    for (int64_t c = 0; c < shape.value_size; ++c) {
+    for (int64_t c = 0; c < shape.value_size && !latent; ++c) {
       put(token.value[static_cast<std::size_t>(c)], 0.0f,
           block + shape.values_at() + (j / per * shape.value_size + c) * kItemBytes + j % per * (kItemBytes / per));
     }

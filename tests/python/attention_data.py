@@ -19,12 +19,18 @@ class Sequences:
         generator = torch.Generator().manual_seed(seed)
         draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
         self.lengths, self.fresh, self.kind, self.options = lengths, fresh, kind, options
-        self.heads, self.group, self.size, self.value_size = heads, group, size, value_size or size
+        value_size = value_size or size
+        if kind == "latent":
+            size = value_size + 32
+        self.heads, self.group, self.size, self.value_size = heads, group, size, value_size
         tokens = sum(lengths)
         # Keys as models have them: large constant parts.
         bias = draw(1, heads, size) * 3
         self.key = ((draw(tokens, heads, size) + bias) * spread).to(dtype)
-        self.value = draw(tokens, heads, self.value_size).to(dtype)
+        self.value = draw(tokens, heads, value_size).to(dtype)
+        if kind == "latent":
+            self.key[..., :value_size] = self.value
+            self.value = self.key[..., :value_size]
         self.query = draw(tokens, heads * group, size).to(dtype)
         self.scale = size**-0.5
         page_tokens = 64 * page_blocks
@@ -49,8 +55,10 @@ class Sequences:
 
     def write(self, begin=None, end=None):
         lens, starts, rows = self.call(begin or [0] * len(self.lengths), end or self.lengths)
+        key = self.key[rows]
+        value = key[..., : self.value_size] if self.kind == "latent" else self.value[rows]
         w4a8.paged_attention_write(
-            self.key[rows], self.value[rows], self.cache, self.table, lens, starts,
+            key, value, self.cache, self.table, lens, starts,
             kind=self.kind, window=self.options.get("window", 0),
         )  # fmt: skip
         return self

@@ -11,7 +11,7 @@ from common import DTYPES, KERNELS, assert_same_bits
 
 import w4a8
 
-KINDS = ["int8", "bfloat16"]
+KINDS = ["int8", "bfloat16", "latent"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -59,7 +59,7 @@ def test_strides(kind):
     pages, heads, width = strided.cache.shape
     strided.cache = torch.full((heads, pages, width + 64), 255, dtype=torch.uint8)[..., :width].transpose(0, 1)
     both = torch.cat([strided.key, strided.value], -1)  # as one projection gives them
-    strided.key, strided.value = both[..., :64], both[..., 64:]
+    strided.key, strided.value = both[..., : strided.size], both[..., strided.size :]
     strided.query = strided.query.transpose(0, 1).contiguous().transpose(0, 1)
     strided.table = strided.table.t().contiguous().t()
     strided.write()
@@ -150,7 +150,8 @@ def test_bytes_of_a_block():
     assert w4a8.attention_block_bytes("int8", 128, 128) == 64 * 264 + 256
     assert w4a8.attention_block_bytes("int8", 80, 80) == 64 * 168 + 192
     assert w4a8.attention_block_bytes("bfloat16", 128, 64) == 64 * 384
-    with pytest.raises(ValueError, match="kind is 'fp8', expected 'int8' or 'bfloat16'"):
+    assert w4a8.attention_block_bytes("latent", 576, 512) == 64 * 1152
+    with pytest.raises(ValueError, match="kind is 'fp8', expected 'int8', 'bfloat16' or 'latent'"):
         w4a8.attention_block_bytes("fp8", 128, 128)
 
 
@@ -181,7 +182,7 @@ BOTH = [
     ({"query_start_loc": ints(1, 2, 3)}, "query_start_loc begins with 1, expected 0"),
     ({"query_start_loc": ints(0, 2, 4)}, "query_start_loc ends with 4, expected 3, the number of tokens"),
     ({"query_start_loc": ints(0, 4, 3)}, "query_start_loc falls from 4 to 3 at sequence 1, expected ascending"),
-    ({"kind": "fp8"}, "kind is 'fp8', expected 'int8' or 'bfloat16'"),
+    ({"kind": "fp8"}, "kind is 'fp8', expected 'int8', 'bfloat16' or 'latent'"),
     ({"window": -1}, "window is -1, expected 0 (none) or more"),
 ]
 WRITE = [
@@ -192,6 +193,7 @@ WRITE = [
     ({"value": torch.zeros(2, 2, 64)}, "value has shape [2, 2, 64], expected the tokens and heads of key, [3, 2, 64]"),
     ({"key": torch.zeros(3, 3, 64), "value": torch.zeros(3, 3, 64)}, "cache has 2 heads, expected 3, those of key"),
     ({"key": torch.zeros(3, 2, 64, requires_grad=True)}, "key requires gradients, which a cache does not keep"),
+    ({"kind": "latent"}, "value is other memory than key, expected key[..., :V] for a cache of kind 'latent'"),
 ]
 ATTEND = [
     ({"query": torch.zeros(3, 5, 64)}, "query has 5 heads, expected a multiple of 2, those of cache"),

@@ -380,6 +380,7 @@ def test_step_refuses(name, value, message):
         ({"out_bias": torch.ones(95)}, r"out_bias has shape \[95\], expected \[96\]"),
         ({"q_norm": torch.ones(31)}, r"q_norm has shape \[31\], expected \[192\]"),
         ({"sinks": torch.ones(2)}, r"sinks has shape \[2\], expected \[6\]"),
+        ({"kind": "latent"}, "kind is 'latent', expected 'int8' or 'bfloat16'"),
         ({"kind": "int4"}, "kind is 'int4', expected 'int8' or 'bfloat16'"),
         ({"window": -1}, "window is -1, expected 0"),
         ({"rope": -2}, "rope is -2, expected -1"),

@@ -1,4 +1,5 @@
-"""Attention by this package's operators in engines: beside vLLM's own, several sequences, chunks, cached prefixes."""
+"""Attention by this package's operators in engines: beside vLLM's own, several sequences, chunks, cached prefixes, and
+latent attention."""
 
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from w4a8.integrations.vllm import attention, settings
 
 QWEN = Case("qwen3_moe", 32, "int-quantized", "float32", "symmetric")
 GPT_OSS = Case("gpt_oss", 32, "int-quantized", "bfloat16", "symmetric")  # a window in every second layer, and sinks
+MLA = [Case("deepseek_v2", 32, "int-quantized", dtype, "symmetric") for dtype in ("float32", "bfloat16")]
 OFF = {"W4A8_VLLM_ATTENTION": "0"}
 CHUNKS = {"max_num_batched_tokens": 64, "enable_chunked_prefill": True, "max_num_seqs": 4}
 
@@ -82,6 +84,38 @@ def test_chunks_and_cached_prefixes_change_no_bit(model, results):
     assert_same(found[model, "long"], found[model, "chunks"])
 
 
+@pytest.fixture(scope="module")
+def latent(checkpoints, tmp_path_factory):
+    """dtype -> results without and with the operators, with larger pages, of one prompt alone; and the log."""
+    found = {}
+    for case in MLA:
+        path = checkpoints(case) / "checkpoint"
+        one = {**arguments(case), "attention_backend": "CPU_MLA"}  # where there is AMX, vLLM would take AMX_MLA
+        jobs = [
+            Job(path, one, long_prompts(), prompt_logprobs=False, environment=OFF),
+            Job(path, one, long_prompts(), prompt_logprobs=False),
+            Job(path, {**one, "block_size": 128}, long_prompts(), prompt_logprobs=False),
+            Job(path, {**one, "block_size": 32}, long_prompts(), prompt_logprobs=False),
+        ]
+        directory = tmp_path_factory.mktemp(case.dtype)
+        made, log = run_engines(jobs, directory, 900, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+        assert not any("error" in result for result in made), made
+        found[case.dtype] = made, log
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_latent_attention(dtype, latent):
+    """Sequences of 151 to 190 tokens, the longest of which begins a page while it decodes."""
+    (off, on, large, small), log = latent[dtype]
+    assert 0 < divergence(off, on) < 0.004
+    assert_same(on, large)
+    assert_same(off, small)
+    assert "attention runs here, with a KV cache of bfloat16 latents" in log
+    assert "attention is vLLM's: W4A8_VLLM_ATTENTION=0" in log
+    assert "attention is vLLM's: blocks of 16 tokens, which are no multiple of 64" in log
+
+
 def asked(**changes):
     usual = dict.fromkeys(
         ("use_mla", "use_sparse", "use_mm_prefix", "use_per_head_quant_scales", "use_kv_connector", "use_dcp"), False
@@ -89,8 +123,9 @@ def asked(**changes):
     return SimpleNamespace(**{**usual, "attn_type": "decoder", "head_size": 128, "kv_cache_dtype": "auto", **changes})
 
 
-def engine(block_size=128, user=False, hybrid=False):
+def engine(block_size=128, user=False, hybrid=False, backend=None):
     return SimpleNamespace(
+        attention_config=SimpleNamespace(backend=backend and SimpleNamespace(name=backend)),
         cache_config=SimpleNamespace(block_size=block_size, user_specified_block_size=user),
         model_config=SimpleNamespace(is_hybrid=hybrid),
     )
@@ -102,7 +137,15 @@ def engine(block_size=128, user=False, hybrid=False):
         ({}, {}, None),
         ({"kv_cache_dtype": "bfloat16", "head_size": 80}, {}, None),
         ({"kv_cache_dtype": None}, {"block_size": 64, "user": True}, None),
-        ({"use_mla": True}, {}, "latent or sparse attention"),
+        ({"use_mla": True, "head_size": 576}, {"backend": "CPU_MLA"}, None),
+        ({"use_mla": True, "head_size": 592}, {"backend": "CPU_MLA"}, "heads of 592"),
+        ({"use_mla": True, "head_size": 576}, {"backend": "CPU_MLA", "block_size": 16}, "blocks of 16 tokens, which"),
+        (
+            {"use_mla": True, "head_size": 576, "kv_cache_dtype": "int8_per_token_head"},
+            {"backend": "CPU_MLA"},
+            "a KV cache of int8_per_token_head",
+        ),
+        ({"use_sparse": True}, {}, "sparse attention"),
         ({"attn_type": "encoder_only"}, {}, "attention of type encoder_only"),
         ({"head_size": 512}, {}, "heads of 512"),
         ({"head_size": 72}, {}, "heads of 72"),
@@ -114,7 +157,18 @@ def engine(block_size=128, user=False, hybrid=False):
     ],
 )
 def test_what_is_left_to_vllm(layer, config, reason):
-    assert attention.reason_against(asked(**layer), engine(**config)) == reason
+    found = attention.reason_against(asked(**layer), engine(**config))
+    assert found == reason if reason is None else found.startswith(reason)
+
+
+BY_AMX = "latent attention, which vLLM computes by AMX"
+
+
+@pytest.mark.parametrize(("backend", "reason"), [(None, BY_AMX), ("CPU_MLA", None)])
+def test_amx_computes_latent_attention(backend, reason, monkeypatch):
+    """Where there is AMX, vLLM has an operator of its own for it."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    assert attention.reason_against(asked(use_mla=True, head_size=576), engine(backend=backend)) == reason
 
 
 def test_switched_off(monkeypatch):

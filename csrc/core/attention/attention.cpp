@@ -64,6 +64,7 @@ struct TileBuffers {
     tile.bases = floats(kStepBlocks);
     tile.scores = floats(kStepKeys);
     tile.weights = slicer.take<uint8_t>(rows * kWeightBytes);
+    tile.values = slicer.take<uint8_t>(shape.kind == CacheKind::kLatent ? kStepBlocks * shape.value_bytes() : 0);
     tile.most = floats(kHeadStep);
     tile.alpha = floats(1);
     tile.beta = floats(1);
@@ -271,13 +272,15 @@ class Attention {
 }  // namespace
 
 void check_cache_shape(const CacheShape& shape) {
-  const auto check = [](const char* name, int64_t size) {
-    if (size >= kHeadStep && size <= kMostHeadSize && size % kHeadStep == 0) return;
+  const auto check = [](const char* name, int64_t size, int64_t least, int64_t most) {
+    if (size >= least && size <= most && size % kHeadStep == 0) return;
     throw std::invalid_argument(std::string("the head size of the ") + name + " is " + std::to_string(size) +
-                                ", expected a multiple of 16 in 16..256");
+                                ", expected a multiple of 16 in " + std::to_string(least) + ".." +
+                                std::to_string(most));
   };
-  check("keys", shape.key_size);
-  check("values", shape.value_size);
+  const bool latent = shape.kind == CacheKind::kLatent;
+  check("keys", shape.key_size, latent ? 2 * kHeadStep : kHeadStep, latent ? kMostLatentSize : kMostHeadSize);
+  check("values", shape.value_size, kHeadStep, latent ? shape.key_size - kHeadStep : kMostHeadSize);
 }
 
 void write_cache(const Kernel& kernel, Parallel& parallel, const PagedCache& cache, const NewTokens& tokens,

@@ -10,7 +10,8 @@
 
 namespace w4a8 {
 
-/// Throws std::invalid_argument unless both sizes are multiples of 16 in 16..256.
+/// Throws std::invalid_argument unless both sizes are multiples of 16 in 16..256; of kLatent, keys up to 576 and fewer
+/// channels of values than of keys.
 void check_cache_shape(const CacheShape& shape);
 
 /// A cache of pages: token t of a sequence is in page table[t / page_tokens]. No alignment is assumed.
@@ -41,7 +42,7 @@ struct PagedCache {
 
 struct NewTokens {
   const void* keys;    ///< [tokens, heads, key_size], rows of a token and of a head that far apart, in elements
-  const void* values;  ///< [tokens, heads, value_size]
+  const void* values;  ///< [tokens, heads, value_size]; kLatent: not read
   int64_t key_token_stride;
   int64_t key_head_stride;
   int64_t value_token_stride;

@@ -12,8 +12,8 @@ namespace {
 constexpr int64_t kTokens = 2 * kSegmentKeys - 200;
 constexpr int64_t kFresh = 3;
 constexpr int64_t kHeads = 7;
-constexpr int64_t kKeySize = 80;
 constexpr int64_t kValueSize = 112;
+constexpr int64_t key_size_of(CacheKind kind) { return kind == CacheKind::kLatent ? 128 : 80; }
 
 struct Result {
   std::vector<uint8_t> cache;
@@ -21,7 +21,8 @@ struct Result {
 };
 
 Result attended(const Kernel& kernel, CacheKind kind) {
-  const CacheShape shape = {kind, kKeySize, kValueSize};
+  const CacheShape shape = {kind, key_size_of(kind), kValueSize};
+  const int64_t key_size = shape.key_size;
   // A linear congruential generator (Knuth, MMIX), of which the upper bits are taken.
   uint64_t state = 3;
   const auto numbers = [&state](int64_t count) {
@@ -32,9 +33,9 @@ Result attended(const Kernel& kernel, CacheKind kind) {
     }
     return result;
   };
-  const std::vector<float> keys = numbers(kTokens * kKeySize);
+  const std::vector<float> keys = numbers(kTokens * key_size);
   const std::vector<float> values = numbers(kTokens * kValueSize);
-  const std::vector<float> queries = numbers(kFresh * kHeads * kKeySize);
+  const std::vector<float> queries = numbers(kFresh * kHeads * key_size);
   const int32_t length = kTokens;
   const int32_t all[] = {0, kTokens};
   const int32_t fresh[] = {0, kFresh};
@@ -46,11 +47,11 @@ Result attended(const Kernel& kernel, CacheKind kind) {
                       all};
   SerialParallel serial;
   Workspace workspace;
-  write_cache(kernel, serial, cache, {keys.data(), values.data(), kKeySize, 0, kValueSize, 0, DType::kFloat32}, 0);
+  write_cache(kernel, serial, cache, {keys.data(), values.data(), key_size, 0, kValueSize, 0, DType::kFloat32}, 0);
   cache.starts = fresh;
   const float sinks[kHeads] = {0.5f};
   attend(kernel, serial, workspace, cache,
-         {queries.data(), kHeads * kKeySize, kKeySize, kHeads, DType::kFloat32, 0.1f, 4.0f, 0, true, sinks},
+         {queries.data(), kHeads * key_size, key_size, kHeads, DType::kFloat32, 0.1f, 4.0f, 0, true, sinks},
          result.out.data());
   return result;
 }
@@ -59,10 +60,10 @@ Result attended(const Kernel& kernel, CacheKind kind) {
 
 std::string attention_difference(const Kernel& kernel, const Kernel& reference) {
   if (kernel.attention == reference.attention) return "";
-  for (const CacheKind kind : {CacheKind::kInt8, CacheKind::kBFloat16}) {
+  for (const CacheKind kind : {CacheKind::kInt8, CacheKind::kBFloat16, CacheKind::kLatent}) {
     const Result a = attended(kernel, kind);
     const Result b = attended(reference, kind);
-    const std::string what = kind == CacheKind::kInt8 ? " of int8" : " of bfloat16";
+    const std::string what = std::string(" of ") + cache_kind_name(kind);
     if (a.cache != b.cache) return "the attention cache" + what;
     if (std::memcmp(a.out.data(), b.out.data(), a.out.size() * sizeof(float)) != 0) {
       return "attention over a cache" + what;

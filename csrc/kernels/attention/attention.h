@@ -12,7 +12,13 @@ namespace w4a8 {
 enum class CacheKind : uint8_t {
   kInt8 = 0,      ///< keys: rotated, less a reference; values: rotated; both int8 with a scale per token
   kBFloat16 = 1,  ///< both bfloat16
+  kLatent = 2,  ///< bfloat16 keys, of which the first value_size channels are the values (multi-head latent attention)
 };
+
+/// As operators name it.
+constexpr const char* cache_kind_name(CacheKind kind) {
+  return kind == CacheKind::kInt8 ? "int8" : (kind == CacheKind::kBFloat16 ? "bfloat16" : "latent");
+}
 
 inline constexpr int64_t kBlockKeys = 64;  ///< tokens of a block
 inline constexpr int64_t kStepKeys = 128;  ///< keys that share a rounding of the weights: two blocks
@@ -23,31 +29,33 @@ inline constexpr int64_t kItemBytes = 4;  ///< four int8 or two bfloat16, what a
 inline constexpr int64_t kItemLine = kBlockKeys * kItemBytes;  ///< one item of each key of a block
 inline constexpr int64_t kHeadStep = 16;                       ///< head sizes are multiples of this
 inline constexpr int64_t kMostHeadSize = 256;
-inline constexpr float kMostWeight = 254;      ///< what the largest weight of a step is rounded from, kInt8
-inline constexpr int64_t kMostQueryRows = 96;  ///< of a tile
+inline constexpr int64_t kMostLatentSize = 576;  ///< of kLatent's keys
+inline constexpr float kMostWeight = 254;        ///< what the largest weight of a step is rounded from, kInt8
+inline constexpr int64_t kMostQueryRows = 96;    ///< of a tile
 
 /// A block: kBlockKeys tokens of one key head. Parts, in this order, and their bytes:
 ///
 ///   keys       [key_size / per_item, 64, 4]    item i of token j; int8 is kept as value + 128
-///   values     [64 / per_item, value_size, 4]  channel c of per_item tokens
+///   values     [64 / per_item, value_size, 4]  channel c of per_item tokens; kLatent: none
 ///   int8 only:
 ///   key scales   float32 [64]
 ///   value scales float32 [64]                  log2 of the scale
 ///   reference    bfloat16 [key_size]           subtracted from rotated keys; zeros up to a whole line
 struct CacheShape {
   CacheKind kind;
-  int64_t key_size;    ///< a multiple of 16, 16..256
-  int64_t value_size;  ///< likewise
+  int64_t key_size;    ///< a multiple of 16, 16..256; kLatent: 32..576
+  int64_t value_size;  ///< a multiple of 16, 16..256; kLatent: less than key_size
 
   constexpr int64_t per_item() const { return kind == CacheKind::kInt8 ? 4 : 2; }
   constexpr int64_t key_items() const { return key_size / per_item(); }
   constexpr int64_t value_items() const { return kBlockKeys / per_item(); }  ///< of a block
   constexpr int64_t values_at() const { return key_items() * kItemLine; }
-  constexpr int64_t key_scales_at() const { return values_at() + value_items() * value_size * kItemBytes; }
+  constexpr int64_t value_bytes() const { return value_items() * value_size * kItemBytes; }  ///< of a block's values
+  constexpr int64_t key_scales_at() const { return values_at() + (kind == CacheKind::kLatent ? 0 : value_bytes()); }
   constexpr int64_t value_scales_at() const { return key_scales_at() + kBlockKeys * 4; }
   constexpr int64_t reference_at() const { return value_scales_at() + kBlockKeys * 4; }
   constexpr int64_t block_bytes() const {
-    if (kind == CacheKind::kBFloat16) return key_scales_at();
+    if (kind != CacheKind::kInt8) return key_scales_at();
     return reference_at() + (2 * key_size + kLineBytes - 1) / kLineBytes * kLineBytes;
   }
   bool operator==(const CacheShape&) const = default;
@@ -56,7 +64,7 @@ struct CacheShape {
 /// Tokens to be written to one block.
 struct TokensToWrite {
   const void* keys;    ///< [count, key_size] of `dtype`, rows key_stride elements apart
-  const void* values;  ///< [count, value_size]
+  const void* values;  ///< [count, value_size]; kLatent: not read
   int64_t key_stride;
   int64_t value_stride;
   DType dtype;
@@ -87,6 +95,7 @@ struct QueryTile {
   float* bases;      ///< [rows, kStepBlocks], kInt8: the row times the references of a step
   float* scores;     ///< [rows, kStepKeys]
   uint8_t* weights;  ///< dense rows; room for kWeightBytes each
+  uint8_t* values;   ///< [kStepBlocks], kLatent: the values of a step's blocks; room for value_bytes each
   float* most;       ///< [rows, 16]
   float* alpha;      ///< [rows]
   float* beta;       ///< [rows]

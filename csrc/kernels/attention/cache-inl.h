@@ -99,7 +99,7 @@ void write_int8(const CacheShape& shape, int64_t token, float* key, float* value
 
 template <class Ops>
 void write_bfloat16(const CacheShape& shape, int64_t token, float* key, float* value, bool finite, uint8_t* block) {
-  float rounded[kMostHeadSize];
+  float rounded[kMostLatentSize];
   const auto round = [&](const float* from, int64_t n) {
     for (int64_t i = 0; i < n; i += Ops::kLanes) {
       Ops::store(rounded + i, finite ? round_to_bfloat16<Ops>(Ops::load(from + i)) : Ops::splat(0.0f));
@@ -110,9 +110,11 @@ void write_bfloat16(const CacheShape& shape, int64_t token, float* key, float* v
     __builtin_memcpy(to, &half, sizeof(half));
   };
   round(key, shape.key_size);
-  if (!finite) rounded[0] = bits_float(0x7fc00000u);
+  // The last channel is no value in a cache of kLatent.
+  if (!finite) rounded[shape.key_size - 1] = bits_float(0x7fc00000u);
   uint8_t* to = block + token * kItemBytes;
   for (int64_t i = 0; i < shape.key_size; ++i) put(rounded[i], to + i / 2 * kItemLine + i % 2 * 2);
+  if (shape.kind == CacheKind::kLatent) return;
   round(value, shape.value_size);
   to = block + shape.values_at() + token / 2 * shape.value_size * kItemBytes + token % 2 * 2;
   for (int64_t c = 0; c < shape.value_size; ++c) put(rounded[c], to + c * kItemBytes);
@@ -120,20 +122,25 @@ void write_bfloat16(const CacheShape& shape, int64_t token, float* key, float* v
 
 template <class Ops>
 void write_tokens(const CacheShape& shape, const TokensToWrite& tokens, uint8_t* block) {
-  float key[kMostHeadSize];
+  float key[kMostLatentSize];
   float value[kMostHeadSize];
   const bool int8 = shape.kind == CacheKind::kInt8;
+  const bool latent = shape.kind == CacheKind::kLatent;
   if (tokens.first == 0) {
-    // What is not written yet is multiplied by weights that are 0: it must be a number.
-    __builtin_memset(block + shape.values_at(), 0, static_cast<std::size_t>(shape.key_scales_at() - shape.values_at()));
+    // Values that are not written yet are multiplied by weights of 0: they must be numbers.
+    const int64_t values = latent ? 0 : shape.values_at();
+    __builtin_memset(block + values, 0, static_cast<std::size_t>(shape.key_scales_at() - values));
   }
   for (int64_t t = 0; t < tokens.count; ++t) {
     const int64_t bytes = dtype_bytes(tokens.dtype);
     widen_row<Ops>(static_cast<const uint8_t*>(tokens.keys) + t * tokens.key_stride * bytes, tokens.dtype, key,
                    shape.key_size);
-    widen_row<Ops>(static_cast<const uint8_t*>(tokens.values) + t * tokens.value_stride * bytes, tokens.dtype, value,
-                   shape.value_size);
-    const float most = largest<Ops>(key, shape.key_size) + largest<Ops>(value, shape.value_size);
+    float most = largest<Ops>(key, shape.key_size);
+    if (!latent) {
+      widen_row<Ops>(static_cast<const uint8_t*>(tokens.values) + t * tokens.value_stride * bytes, tokens.dtype, value,
+                     shape.value_size);
+      most += largest<Ops>(value, shape.value_size);
+    }
     if (int8 && tokens.first + t == 0) set_reference<Ops>(shape, tokens.before, key, block);
     (int8 ? write_int8<Ops> : write_bfloat16<Ops>)(shape, tokens.first + t, key, value, most == most, block);
   }

@@ -3,15 +3,18 @@
 #pragma once
 
 #include "kernels/attention/base-inl.h"
+#include "kernels/attention/latent-inl.h"
 
 template <class Ops>
 struct Step {
   const QueryTile& tile;
   const uint8_t* blocks[2];
-  const uint8_t* next[2];  // to be fetched; null: nothing
-  int64_t key;             // the first one
-  int64_t count;           // of blocks
-  bool masked[2];          // some row does not see all of the block
+  const uint8_t* values[2];       // of the blocks
+  const uint8_t* next[2];         // blocks to be fetched; null: nothing
+  const uint8_t* next_values[2];  // values to be fetched; null: nothing
+  int64_t key;                    // the first one
+  int64_t count;                  // of blocks
+  bool masked[2];                 // some row does not see all of the block
 };
 
 // Scores of the keys from `key` on, those that row r does not see replaced by the lowest.
@@ -54,7 +57,8 @@ W4A8_INLINE void multiply_items(typename Dot::Sum (&sums)[R][C], const uint8_t* 
   }
 }
 
-// The shape of a cache whose kind the compiler knows, so that offsets in a block cost no division.
+// The shape of a cache whose kind the compiler knows, so that offsets in a block cost no division. (Those of kLatent
+// are those of kBFloat16, values aside.)
 template <class Dot>
 W4A8_INLINE CacheShape shape_of(const QueryTile& tile) {
   return {Dot::kInt8 ? CacheKind::kInt8 : CacheKind::kBFloat16, tile.shape.key_size, tile.shape.value_size};
@@ -130,13 +134,13 @@ __attribute__((noinline)) void add_values(const Step<Ops>& step, int64_t row, in
   float* const out = tile.out + row * shape.value_size + channel;
   typename Dot::Sum sums[R][C];
   for_each<R, C>([&](int r, int c) W4A8_LAMBDA { sums[r][c] = Dot::zero(); });
-  const int64_t at = shape.values_at() + channel * kItemBytes;
+  const int64_t at = channel * kItemBytes;
   constexpr int64_t kStride = row_bytes<Dot>(kStepKeys);
   for (int64_t b = 0; b < step.count; ++b) {
     multiply_items<Ops, Dot, R, C, false>(
-        sums, tile.weights + row * kStride + b * shape.value_items() * Dot::kRowItemBytes, kStride, step.blocks[b] + at,
+        sums, tile.weights + row * kStride + b * shape.value_items() * Dot::kRowItemBytes, kStride, step.values[b] + at,
         shape.value_size * kItemBytes, shape.value_items(),
-        row == 0 && step.next[b] != nullptr ? step.next[b] + at : nullptr);
+        row == 0 && step.next_values[b] != nullptr ? step.next_values[b] + at : nullptr);
   }
   for_each<R>([&](int r) W4A8_LAMBDA {
     const F alpha = Ops::splat(alphas[r]);
@@ -312,7 +316,7 @@ void attend(const QueryTile& tile, const KeySegment& segment) {
     if (segment.first_key + at + kStepKeys <= first_begin) continue;  // in front of all windows
     const int64_t b = at / kBlockKeys;
     const int64_t count = segment.count - at > kBlockKeys ? 2 : 1;
-    Step<Ops> step = {tile, {}, {}, segment.first_key + at, count, {}};
+    Step<Ops> step = {tile, {}, {}, {}, {}, segment.first_key + at, count, {}};
     for (int64_t i = 0; i < count; ++i) {
       const int64_t key = step.key + i * kBlockKeys;
       step.blocks[i] = segment.blocks[b + i];
@@ -321,6 +325,14 @@ void attend(const QueryTile& tile, const KeySegment& segment) {
           at + kStepKeys < segment.count
               ? (b + 2 + i < (segment.count + kBlockKeys - 1) / kBlockKeys ? segment.blocks[b + 2 + i] : nullptr)
               : segment.next[i];
+      if (shape.kind == CacheKind::kLatent) {
+        uint8_t* const values = tile.values + i * shape.value_bytes();
+        values_of_keys<Ops>(step.blocks[i], shape.value_size, values);
+        step.values[i] = values;
+      } else {
+        step.values[i] = step.blocks[i] + shape.values_at();
+        step.next_values[i] = step.next[i] == nullptr ? nullptr : step.next[i] + shape.values_at();
+      }
       step.masked[i] = key < all_begin || key + kBlockKeys > all_end;
     }
     if constexpr (Dot::kInt8) {

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import wraps
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +29,14 @@ from w4a8.integrations.vllm import settings
 from w4a8.integrations.vllm.config import is_ours
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.settings import CACHE_KINDS
-from w4a8.ops import BLOCK_TOKENS, HEAD_SIZES, attention_block_bytes, paged_attention, paged_attention_write
+from w4a8.ops import (
+    BLOCK_TOKENS,
+    HEAD_SIZES,
+    LATENT_SIZES,
+    attention_block_bytes,
+    paged_attention,
+    paged_attention_write,
+)
 
 
 @dataclass
@@ -212,20 +221,35 @@ class BFloat16Backend(Backend):
     impl = BFloat16Impl
 
 
+_LATENT = "latent"
+# By kind of cache.
+_BACKENDS = {each.impl.kind: f"{__name__}.{each.__name__}" for each in (Int8Backend, BFloat16Backend)}
+_BACKENDS[_LATENT] = "w4a8.integrations.vllm.latent_attention.LatentBackend"
+
+
+def cpu_has_amx_for(vllm_config: Any) -> bool:
+    """Whether vLLM computes an engine's latent attention by AMX."""
+    chosen = getattr(vllm_config.attention_config.backend, "name", None)
+    return torch.cpu._is_amx_tile_supported() and chosen != "CPU_MLA"
+
+
 def reason_against(asked: Any, vllm_config: Any) -> str | None:
     """Why a layer of an engine, by vLLM's AttentionSelectorConfig, is left to vLLM's attention, or None."""
     if not settings.attends():
         return f"{settings.ATTENTION}=0"
-    if asked.use_mla or asked.use_sparse:
-        return "latent or sparse attention"
+    if asked.use_sparse:
+        return "sparse attention"
+    if asked.use_mla and cpu_has_amx_for(vllm_config):
+        return "latent attention, which vLLM computes by AMX"
     if asked.attn_type != AttentionType.DECODER:
         return f"attention of type {asked.attn_type}"
-    if asked.head_size not in HEAD_SIZES:
+    if asked.head_size not in (LATENT_SIZES if asked.use_mla else HEAD_SIZES):
         return f"heads of {asked.head_size}"
-    if (asked.kv_cache_dtype or "auto") not in CACHE_KINDS:
+    kinds = ("auto", "bfloat16") if asked.use_mla else CACHE_KINDS
+    if (asked.kv_cache_dtype or "auto") not in kinds:
         return f"a KV cache of {asked.kv_cache_dtype}"
     cache = vllm_config.cache_config
-    if cache.user_specified_block_size and cache.block_size % BLOCK_TOKENS != 0:
+    if (cache.user_specified_block_size or asked.use_mla) and cache.block_size % BLOCK_TOKENS != 0:
         return f"blocks of {cache.block_size} tokens, which are no multiple of {BLOCK_TOKENS}"
     if getattr(vllm_config.model_config, "is_hybrid", False):
         return "a model whose layers are not all attention"
@@ -263,12 +287,17 @@ def register() -> None:
             reason = reason_against(attn_selector_config, config)
             if reason is None:
                 kind = CACHE_KINDS[attn_selector_config.kv_cache_dtype or "auto"]
+                kind = _LATENT if attn_selector_config.use_mla else kind
                 logger().info_once(
-                    "w4a8: attention runs here, with a KV cache of %s (%s=0: vLLM's)", kind, settings.ATTENTION
+                    "w4a8: attention runs here, with a KV cache of %s (%s=0: vLLM's)",
+                    "bfloat16 latents" if kind == _LATENT else kind,
+                    settings.ATTENTION,
                 )
-                return f"{__name__}.{'Int8Backend' if kind == 'int8' else 'BFloat16Backend'}"
+                return _BACKENDS[kind]
             logger().info_once("w4a8: attention is vLLM's: %s", reason)
         return stock(cls, selected, attn_selector_config, *args, **kwargs)
 
     get_attn_backend_cls.w4a8 = True
     CpuPlatform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
+    if find_spec("vllm.v1.attention.backends.mla.cpu_mla") is not None:
+        import_module("w4a8.integrations.vllm.latent_attention").register()

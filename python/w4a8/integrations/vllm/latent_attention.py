@@ -1,0 +1,122 @@
+"""Multi-head latent attention (MLA: DeepSeek, GLM-4.7-Flash) of decode steps by this package's operators: the values
+are the first channels of the keys, in bfloat16. The attention of new prompts is vLLM's.
+
+vLLM's own operator takes pages of 16 tokens, which its platform sets. A page here has a multiple of 64.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import Any, ClassVar
+
+import torch
+from vllm.config.cache import CacheDType
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
+
+from w4a8.integrations.vllm import attention, settings
+from w4a8.integrations.vllm.config import is_ours
+from w4a8.ops import BLOCK_TOKENS, LATENT_SIZES, attention_block_bytes, paged_attention, paged_attention_write
+
+_KIND = "latent"
+
+
+class LatentImpl(CPUMLAImpl):
+    """Attention of a layer."""
+
+    def forward_mqa(self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any) -> Any:
+        """As upstream's: float [rows, heads, kv_lora_rank] of one token of each sequence; None."""
+        decode = attn_metadata.decode
+        query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
+        out = paged_attention(
+            query,
+            self.blocks(kv_c_and_k_pe_cache),
+            decode.block_table,
+            decode.seq_lens,
+            attn_metadata.query_start_loc[: attn_metadata.num_decodes + 1],
+            self.scale,
+            kind=_KIND,
+            value_size=self.kv_lora_rank,
+        )
+        return out, None
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        kv_cache_dtype: str,
+        k_scale: torch.Tensor,
+    ) -> None:
+        """As upstream's. A block needs no other block, so each token is written as the last one of a page."""
+        if kv_cache.numel() == 0:  # vLLM warms up
+            return
+        slots = slot_mapping.flatten()
+        key = torch.cat([kv_c_normed, k_pe.squeeze(1)], dim=-1)
+        if (slots < 0).any():  # padding
+            key, slots = key[slots >= 0], slots[slots >= 0]
+        key = key[:, None]
+        page = kv_cache.shape[1]
+        paged_attention_write(
+            key,
+            key[..., : self.kv_lora_rank],
+            self.blocks(kv_cache),
+            (slots // page).int()[:, None],
+            (slots % page + 1).int(),
+            torch.arange(len(slots) + 1, dtype=torch.int32),
+            kind=_KIND,
+        )
+
+    def blocks(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """uint8 [pages, 1, bytes]: vLLM's [pages, tokens, channels], of which the end is unused in float32."""
+        cache = kv_cache.view(torch.uint8)
+        pages, tokens, _ = cache.shape
+        bytes_ = tokens // BLOCK_TOKENS * attention_block_bytes(_KIND, self.head_size, self.kv_lora_rank)
+        return cache.as_strided((pages, 1, bytes_), (cache.stride(0), bytes_, 1))
+
+
+class LatentBackend(CPUMLABackend):
+    """As upstream's, with pages of a multiple of 64 tokens."""
+
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["auto", "bfloat16"]
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        """As upstream's."""
+        return [MultipleOf(BLOCK_TOKENS)]
+
+    @classmethod
+    def supports_block_size(cls, block_size: int | None) -> bool:
+        """As upstream's."""
+        return block_size is None or block_size % BLOCK_TOKENS == 0
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """As upstream's."""
+        return list(LATENT_SIZES)
+
+    @staticmethod
+    def get_impl_cls() -> type[CPUMLAImpl]:
+        """As upstream's."""
+        return LatentImpl
+
+
+def register() -> None:
+    """Gives models with latent attention the pages of the backend here."""
+    if getattr(CpuPlatform.check_and_update_config, "w4a8", False):
+        return
+    stock = CpuPlatform.check_and_update_config.__func__
+
+    @wraps(stock)
+    def check_and_update_config(cls: Any, vllm_config: Any) -> None:
+        cache, model = vllm_config.cache_config, vllm_config.model_config
+        asked = cache.block_size if cache.user_specified_block_size else BLOCK_TOKENS
+        stock(cls, vllm_config)
+        latent = getattr(model, "use_mla", False) and not attention.cpu_has_amx_for(vllm_config)
+        if latent and is_ours(vllm_config.quant_config) and settings.attends() and asked % BLOCK_TOKENS == 0:
+            cache.block_size = asked
+
+    check_and_update_config.w4a8 = True
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
