@@ -4,7 +4,7 @@
 
 // exp(x), relative error < 1.2e-7. Overflows to infinity, underflows through the denormals to 0.
 // exp(x) = 2^n * exp(r), n = rint(x / ln 2), |r| <= ln(2) / 2; ln 2 in two parts (Cody and Waite), the first with
-// trailing zeros so that n * kLn2High is exact. Polynomial: minimax fit of (exp(r) - 1 - r) / r^2.
+// trailing zeros so that n times this part is exact. Polynomial: minimax fit of (exp(r) - 1 - r) / r^2.
 template <class Ops>
 W4A8_INLINE typename Ops::F vec_exp(typename Ops::F x) {
   using F = typename Ops::F;

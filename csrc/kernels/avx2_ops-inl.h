@@ -39,7 +39,7 @@ struct Avx2Ops : TileDefaults {
   static W4A8_INLINE I iadd(I a, I b) { return _mm256_add_epi32(a, b); }
   static W4A8_INLINE I isub(I a, I b) { return _mm256_sub_epi32(a, b); }
   static W4A8_INLINE I imul(I a, I b) { return _mm256_mullo_epi32(a, b); }
-  // VPMULLD is two or three instructions on Intel.
+  // VPMADDWD: VPMULLD is two or three micro-operations on Intel.
   static W4A8_INLINE I iadd_product16(I sum, I a, I b) { return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b)); }
   static W4A8_INLINE I iand(I a, I b) { return _mm256_and_si256(a, b); }
   static W4A8_INLINE I imin(I a, I b) { return _mm256_min_epi32(a, b); }

@@ -44,7 +44,7 @@ struct Avx512Ops : TileDefaults {
   static W4A8_INLINE I iadd(I a, I b) { return _mm512_add_epi32(a, b); }
   static W4A8_INLINE I isub(I a, I b) { return _mm512_sub_epi32(a, b); }
   static W4A8_INLINE I imul(I a, I b) { return _mm512_mullo_epi32(a, b); }
-  // VPMULLD is two or three instructions on Intel.
+  // VPDPWSSD: VPMULLD is two or three micro-operations on Intel.
   static W4A8_INLINE I iadd_product16(I sum, I a, I b) { return _mm512_dpwssd_epi32(sum, a, b); }
   static W4A8_INLINE I iand(I a, I b) { return _mm512_and_si512(a, b); }
   static W4A8_INLINE I imin(I a, I b) { return _mm512_min_epi32(a, b); }

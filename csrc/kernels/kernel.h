@@ -59,11 +59,11 @@ enum class Values : uint8_t {
 /// Whether w is as large as a byte, |w| <= 128.
 constexpr bool are_wide(Values values) { return values == Values::kInt8 || values == Values::kIQ4; }
 
-/// Whether w is a code less something.
+/// Whether w = n - z, a code less an offset; else w is an entry of a table.
 constexpr bool are_integers(Values values) {
   return values == Values::kInt4 || values == Values::kInt8 || values == Values::kInt6;
 }
-/// Whether what it is less may be a zero point.
+/// Whether the offset z may be a zero point, given per column and group.
 constexpr bool may_have_zeros(Values values) { return are_integers(values) && values != Values::kInt6; }
 /// Whether a code takes four bits, packed and in a checkpoint.
 constexpr bool are_nibbles(Values values) { return values != Values::kInt8 && values != Values::kInt6; }
@@ -308,7 +308,7 @@ struct GroupsToRound {
   int64_t stride;           ///< elements between rows of weights
   int64_t group;            ///< weights of a row, even
   const float* importance;  ///< [group], finite and not negative, what squared errors count; null: all alike
-  uint8_t* codes;           ///< of the first row: group / 2 bytes, the low nibble first; of kInt8: group
+  uint8_t* codes;           ///< of the first row: group / 2 bytes, the low nibble first; kInt6, kInt8: group
   int64_t codes_stride;     ///< bytes between rows of codes
   void* scales;             ///< of the first row, one of scale_type
   uint8_t* zero_points;     ///< of the first row, one byte, of kInt4ZeroPoints

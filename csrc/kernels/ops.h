@@ -8,9 +8,9 @@
 
 namespace w4a8 {
 
-/// Registers of kLanes floats F or int32 I and their arithmetic, by which rows-inl.h and activation-inl.h make all of a
-/// kernel but its tiles. docs/numerics.md fixes: min and max return the second operand if one is NaN, fma rounds once,
-/// to_int rounds half to even, nothing flushes denormals to zero.
+/// Registers of kLanes floats F or int32 I and their arithmetic, of which rows-inl.h, rounding-inl.h and
+/// activation-inl.h make all of a kernel but its tiles. docs/numerics.md fixes: min and max return the second operand
+/// if one is NaN, fma rounds once, to_int rounds half to even, nothing flushes denormals to zero.
 template <class Ops>
 concept VectorOps = requires(typename Ops::F f, typename Ops::I i, float* floats, const float* from, int32_t* ints,
                              int8_t* q, const uint8_t* bytes, void* out) {
@@ -57,10 +57,10 @@ concept VectorOps = requires(typename Ops::F f, typename Ops::I i, float* floats
   // clang-format on
 };
 
-/// How a tile reads weights: u, which it multiplies, is the nibble, the entry of a table for e2m1 and iq4, the byte of
-/// int8, the six bits of int6, or a byte that was unpacked. The table of iq4 has bytes as int8 has them: what u counts
-/// from is kInt8Zero. A tile of unpacked bytes does not know from what, unless the products of e2m1 or of int6 are too
-/// large for the kernel's narrow sums (kWideBytes, kSixBytes).
+/// How a tile reads weights. It multiplies q by u = w + offset (docs/adding_an_isa.md): the nibble, the entry of a
+/// table for e2m1 and iq4, the byte of int8, the six bits of int6, or an unpacked byte. The offset of iq4 is that of
+/// int8, kInt8Zero. kBytes are unpacked weights of any other kind and offset. kWideBytes and kSixBytes are unpacked
+/// e2m1 and int6 whose products are too large for the kernel's 16-bit sums.
 enum class Code { kNibbles, kE2M1, kInt8, kIQ4, kSix, kBytes, kWideBytes, kSixBytes };
 constexpr bool is_e2m1(Code code) { return code == Code::kE2M1 || code == Code::kWideBytes; }
 constexpr bool is_int8(Code code) { return code == Code::kInt8 || code == Code::kIQ4; }

@@ -199,7 +199,7 @@ void lost_by(const GroupsToRound& task, const float* u, const float* counts, con
   }
 }
 
-// A float and the power of two that it is to be multiplied by.
+// 2^exponent, exponent in [-1022, 1023]: a double, since a float lacks the inverses of the least denormals.
 static inline double power_of_two(int exponent) {
   const uint64_t bits = static_cast<uint64_t>(exponent + 1023) << 52;
   double result;

@@ -6,8 +6,8 @@
 #include "kernels/rounding-inl.h"
 #include "kernels/rows-inl.h"
 
-// What Ops makes of the definitions above and of activation-inl.h. For constinit, as all of a kernel: no code of an
-// instruction set may run before it was chosen.
+// The functions of rows-inl.h, rounding-inl.h and activation-inl.h for these Ops. constexpr, since kernels are
+// constinit: no code of an instruction set may run before its kernel was chosen.
 template <VectorOps Ops>
 constexpr RowFunctions rows_of(QuantizeRowFn quantize = quantize_row<Ops>) {
   return {quantize,         activate<Ops>, combine<Ops>, store_row<Ops>, quantize_token<Ops>, add_weight_sums<Ops>,

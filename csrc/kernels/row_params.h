@@ -22,7 +22,7 @@ static inline RowParams row_params(float mn, float mx) {
     scale = 127.5f / (mx * 0.5f - mn * 0.5f);
   } else {
     scale = 255.0f / (mx - mn);
-    if (scale > kMax) return {1.0f, {1.0f, 0}};  // a row of zeros: nothing to take off its sums again
+    if (scale > kMax) return {1.0f, {1.0f, 0}};  // mx - mn is 0, or below 7.5e-37: all q are 0
   }
   const float low = -128.0f - mn * scale;
   const float high = 127.0f - mx * scale;

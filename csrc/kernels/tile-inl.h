@@ -14,9 +14,9 @@
 // from is in the accumulator from the start.
 // With kOwnGroups it also brings add_groups<R, C, kCode, kGrouping>(t, rows, weights, f), the loop over groups.
 //
-// A tile of packed weights adds all steps of K, one of unpacked weights those of a chunk (tile_driver-inl.h); between
-// chunks it keeps its sums, int32 channelwise, else float, in `out`. With minimums the first chunk finds its sums
-// there, too.
+// A tile of packed weights adds all steps of K, one of unpacked weights those of a chunk (tile_driver-inl.h). Between
+// chunks its sums are kept in `out`: int32 channelwise, float in groups and for activations with scales along k. With
+// minimums the first chunk finds sums in `out`, too.
 //
 // What u counts from is told in docs/adding_an_isa.md. start_accumulators and start_at_zeros are where it is in code.
 #pragma once

@@ -51,7 +51,7 @@ struct TileArgs {
   int64_t weights_stride;  // bytes to the steps of the next panel
   const uint8_t* scales;   // unpacked weights: of its groups in the chunk, [groups, 16] float32
   int64_t scales_stride;   // bytes to those of the next panel
-  const uint8_t* zeros;    // [16], what u counts from, of its first group; null: what the table above says without
+  const uint8_t* zeros;    // [16], offsets of u in its first group; null: that of the weights (adding_an_isa.md)
   int64_t zeros_stride;    // bytes to those of the next panel
   int64_t zeros_step;      // unpacked weights: bytes to those of the next group
   const uint8_t* fetch;    // packed weights: the panels that are multiplied after the C panels, fetched as they are;
@@ -90,8 +90,8 @@ W4A8_INLINE void finish_channelwise(const TileArgs& t, typename Ops::I (&acc)[R]
   });
 }
 
-// docs/numerics.md section 3, behind the sum over the groups. kMayScale: there may be channel scales. Where activations
-// have scales along k, W is zero, the zero point 0 and recip 1 (or a router weight).
+// docs/numerics.md section 3, after the sum over the groups. kMayScale: there may be channel scales. Where activations
+// have scales along k, W and the zero point are 0, and recip is 1 or 2^24 (RowQuant), times a router weight if given.
 template <class Ops, int R, int C, bool kMayScale>
 W4A8_INLINE void finish_groups(const TileArgs& t, typename Ops::F (&f)[R][C][Ops::kVecs]) {
   const Panels& p = *t.panels;
@@ -146,8 +146,8 @@ W4A8_INLINE typename Ops::I load_zeros(const uint8_t* p) {
   return Ops::kInt8Zero == 128 ? zeros : Ops::isub(zeros, Ops::isplat(128));
 }
 
-// acc = -z * sum of q, and kSumBits if kScaled. kAdded: added to acc, behind the sum over the steps, since what is
-// there before is live all through it. kSmall: |sum| < 2^15. zeros: of the group, of panel 0.
+// acc = -z * sum of q, plus kSumBits if kScaled. kAdded: added to acc after the sum over the steps, since all that acc
+// holds before the steps is live all through them. kSmall: |sum of q| < 2^15. zeros: of the group, a pointer per panel.
 template <class Ops, int R, int C, Code kCode, bool kScaled, bool kAdded, bool kSmall>
 W4A8_INLINE void start_at_zeros(const TileArgs& t, const uint8_t* const (&zeros)[C], int64_t part,
                                 typename Ops::I (&acc)[R][C][Ops::kVecs]) {

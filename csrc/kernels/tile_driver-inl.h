@@ -175,7 +175,8 @@ void prepare_rows(const Rows& rows, const RowBatch& batch, int64_t steps, bool c
   }
 }
 
-// Panels [p, end), one span. next: what the chunk of the last of them is followed by.
+// Panels [p, end), one span. next: what to fetch during the chunk of the last of these panels: the address of the next
+// chunk less the offset of this chunk in its panel. behind: the panels after all steps of the span; null: unknown.
 template <class Tiles>
 W4A8_INLINE void span_tiles(Tiles& tiles, TileArgs& t, const Rows& rows, const RowBatch& batch, int64_t p, int64_t end,
                             int64_t most_columns, float* out, uint8_t* scratch, const uint8_t* next,

@@ -30,8 +30,8 @@ W4A8_INLINE typename Ops::F load_group_scales(const Walk& walk, int c, int64_t i
 template <int C, Code kCode>
 struct Records {
   const uint8_t* weights[C];  // step s of K, if it is of this record, is at weights[c] + s * step_bytes(kCode)
-  int64_t scales_at;          // from there to the scales of the group. Not a pointer of their own, which costs decode
-  int64_t zeros_at;           // more than the addition; and to its zero points
+  int64_t scales_at;          // bytes from weights[c] to the scales of the group: pointers would cost decode more
+  int64_t zeros_at;           // bytes from weights[c] to the zero points of the group
   int64_t left;               // groups of the record from this one on
   int64_t scale_line;
   int64_t scales_gap;  // what scales_at and zeros_at grow by from record to record, besides

@@ -24,8 +24,8 @@
 
 alignas(32) constexpr float kMiddles[] = {0x1.8p23f, 0x1.8p23f, 0x1.8p23f, 0x1.8p23f,
                                           0x1.8p23f, 0x1.8p23f, 0x1.8p23f, 0x1.8p23f};
-// Whether the sum of a group is at most 2^22: of bytes 128 * 128 * 256, of six bits 32 * 128 * 1024, of
-// nibbles 15 * 128 * 2048 is less. Both are asked of unpacked weights alone.
+// Whether |sum| of a group is at most 2^22 for the largest |w| and |q|: bytes 128 * 128 * 256 and six bits
+// 32 * 128 * 1024 are 2^22, nibbles 15 * 128 * 2048 are less. Only the tiles of unpacked weights ask.
 constexpr bool is_small(const PanelLayout& layout) {
   const int64_t most = are_wide(layout.kind.values) ? 256 : (layout.kind.values == Values::kInt6 ? 1024 : 2048);
   return layout.group_steps * kStepK <= most;

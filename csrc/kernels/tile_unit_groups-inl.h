@@ -150,7 +150,7 @@ struct GroupLoop {
   }
 
   W4A8_INLINE bool has(int64_t n) const { return static_cast<uint64_t>(n) < static_cast<uint64_t>(b.turns); }
-  // Turn n (above). T = n % 4.
+  // Turn n of the loop over groups (tile_unit-inl.h says what a turn does). T = n % 4.
   template <int T>
   W4A8_INLINE void turn(AmxTiles& unit, int64_t n) {
     constexpr int kA = 4 + T % 2;

@@ -79,7 +79,7 @@ struct VnniOps : Base {
     if constexpr (kQuarter < 3) add_six<R, C, kQuarter + 1>(acc, second, rows, blocks, k);
   }
 
-  // The same as add_steps, which see.
+  // add_steps for packed six bits: adds the blocks of the steps [begin, end), and fetches as many bytes at `fetch`.
   template <int R, int C, bool kFetch>
   static W4A8_INLINE void add_sixes(I (&acc)[R][C][kVecs], I (&second)[R][C][kVecs], const int8_t* const (&rows)[R],
                                     const uint8_t* const (&weights)[C], int64_t begin, int64_t end,

@@ -54,7 +54,7 @@ struct AvxVnniOps : Avx2Ops {
   static constexpr int64_t kUnpackRows = 12;
   static constexpr int64_t kUnpackSteps = 96;  // 12 KiB of unpacked weights
 
-  // asm statements for the reason said in x86_avx512vnni.cpp.
+  // asm statements for the reason said in avx512_ops-inl.h.
   static W4A8_INLINE I broadcast4(const int8_t* p) {
     struct Four {
       int8_t bytes[4];

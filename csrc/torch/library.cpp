@@ -29,7 +29,8 @@ TORCH_LIBRARY_IMPL(w4a8, Autograd, m) {
         "dynamic_4bit_int_moe.gated", "topk_routing", "round_weights", "paged_attention", "decoder_step"}) {
     m.impl(name, torch::autograd::autogradNotImplementedFallback());
   }
-  // The first refuses what wants gradients itself: a cache must not become part of a graph. The others have no output.
+  // paged_attention_write itself refuses inputs that require gradients: a cache must not become part of a graph. Of the
+  // others, decoder_create returns an int64 tensor, which has no gradient, and the rest return nothing.
   for (const char* name :
        {"paged_attention_write", "decoder_create", "decoder_add_layer", "decoder_add_experts", "decoder_destroy"}) {
     m.impl(name, torch::CppFunction::makeFallthrough());

@@ -32,7 +32,8 @@ inline void check_cache_types(const Tensor& cache, const Tensor& block_table, co
   W4A8_CHECK(window >= 0, "window is ", window, ", expected 0 (none) or more");
 }
 
-/// Sizes of a call, the same for all operators; numbers of the tables are looked at.
+/// The cache and the tables of a call, as the core takes them. Checks their sizes, seq_lens and query_start_loc;
+/// check_pages checks the page numbers of block_table.
 inline PagedCache paged_cache(const Tensor& cache, uint8_t* data, const CacheShape& shape, const Tensor& block_table,
                               const Tensor& seq_lens, const Tensor& query_start_loc, int64_t tokens) {
   check_cache_shape(shape);

@@ -46,9 +46,9 @@ class ProcessTeam {
 #endif
 
  public:
-  /// For one call: the team of `threads` threads, 0: of as many as torch has. The caller is alone where another thread
-  /// uses the team, where there is one worker, and where the team is not made yet and torch has another number of
-  /// threads: the team gets the CPUs of torch's threads.
+  /// For one call: the team of `threads` threads, 0: of as many as torch has. The caller works alone if another thread
+  /// uses the team, if one thread is asked for, or if no team of that size exists and torch has another number of
+  /// threads: a new team gets the CPUs of torch's threads.
   class Use {
    public:
     Use(ProcessTeam& owner, int threads) {

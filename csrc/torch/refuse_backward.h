@@ -67,7 +67,7 @@ template <OpName kName, class Result, class... Args, Result (*kFunction)(Args...
 struct RefusesBackward<kName, kFunction> {
   static Result call(Args... args) {
     using Named = NamedOp<kName, kFunction>;
-    // An op without a result refuses what wants gradients itself.
+    // Without a result there is no backward to refuse. paged_attention_write refuses inputs with gradients itself.
     if constexpr (std::is_void_v<Result>) {
       Named::call(args...);
     } else {

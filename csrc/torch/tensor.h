@@ -14,7 +14,7 @@
 
 namespace w4a8 {
 
-/// Both: an argument that may be absent, a tensor among them.
+/// In both builds: a tensor argument that may be absent.
 using OptionalTensor = Optional<Tensor>;
 
 inline std::vector<int64_t> sizes_of(const Tensor& tensor) {

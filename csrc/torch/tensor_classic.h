@@ -57,7 +57,7 @@ inline std::string layout_text(const Tensor& tensor) { return c10::str(tensor.la
 inline std::vector<SymSize> sym_sizes_of(const Tensor& tensor) {
   return {tensor.sym_sizes().begin(), tensor.sym_sizes().end()};
 }
-/// The number, which what is traced is then made for.
+/// The size as a number. If it is a symbol, torch specializes the traced graph to this number.
 inline int64_t known_size(const SymSize& size) { return size.guard_int(__FILE__, __LINE__); }
 
 /// Contiguous; itself if it is.

@@ -103,16 +103,18 @@ W4A8_EXPORT std::tuple<at::Tensor, at::Tensor> topk_routing(
 /// Writes the last tokens of sequences to a paged cache of keys and values. key [T, KV, D], value [T, KV, V] (float32,
 /// bfloat16, float16; D and V multiples of 16 up to 256); cache: uint8 or int8 [pages, KV, bytes], whole blocks of 64
 /// tokens; block_table: int32 [B, W], the pages of each sequence in order; seq_lens: int32 [B], tokens of each sequence
-/// including these; query_start_loc: int32 [B + 1], where the tokens of each sequence are in key. kind: "int8" or
-/// "bfloat16". window: as in paged_attention. docs/numerics.md section 9.
+/// including these; query_start_loc: int32 [B + 1], where the tokens of each sequence are in key. kind: "int8",
+/// "bfloat16", or "latent": D up to 576, and value is key[..., :V], V below D. window: as in paged_attention.
+/// docs/numerics.md section 9.
 W4A8_EXPORT void paged_attention_write(const at::Tensor& key, const at::Tensor& value, at::Tensor& cache,
                                        const at::Tensor& block_table, const at::Tensor& seq_lens,
                                        const at::Tensor& query_start_loc, c10::string_view kind = "int8",
                                        int64_t window = 0);
 
-/// Attention over such a cache, for the last tokens of each sequence, which are in it: query [T, H, D], H a multiple of
-/// KV; returns [T, H, V] of query's type. scale: of scores. causal: a token sees itself and those before it; else all
-/// of its sequence. window: of these only the last ones, itself included (not causal: to both sides); 0: all.
+/// Attention over such a cache. The tokens of query are the last ones of each sequence and are in the cache already.
+/// query: [T, H, D], H a multiple of KV; returns [T, H, V] of query's type. scale: factor of the scores. value_size: V,
+/// if it is not D. causal: a token sees itself and the tokens before it; else its whole sequence. window: a token sees
+/// only so many of these tokens, the last ones, itself included (not causal: to both sides); 0: all.
 /// soft_cap: scores become cap * tanh(score / cap); 0: none. sinks: floating [H], a score without a value.
 W4A8_EXPORT at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& cache, const at::Tensor& block_table,
                                        const at::Tensor& seq_lens, const at::Tensor& query_start_loc, double scale,
@@ -124,7 +126,7 @@ W4A8_EXPORT at::Tensor paged_attention(const at::Tensor& query, const at::Tensor
 using RoundedTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 /// Rounds float weights [N, K] or [E, N, K] (float64, float32, bfloat16, float16; finite) to codes, block_size of them
-/// to a scale, as dyn_quant_pack_4bit_weight takes them. values: int4 (with zero_points if asked for), e2m1 or int8.
+/// to a scale, as dyn_quant_pack_4bit_weight takes them. values: int4 (also with zero_points), e2m1, int6 or int8.
 /// scale_dtype: float32 (the default) or bfloat16, to which scales are rounded before codes are chosen. effort: 0, a
 /// rule for each group; 1 or 2, scales and zero points are searched for. importance: floating [K] or [E, K], what
 /// squared errors count. docs/quantization.md.

@@ -21,6 +21,9 @@ class Decoder:
         head: the packed output layer, uint8; None: a step returns rows of the last norm.
         hidden_size: a multiple of 16.
         eps: of all norms.
+
+    Raises:
+        RuntimeError: ``norm``, ``head``, ``hidden_size`` or ``eps`` does not fit; names the argument.
     """
 
     def __init__(self, norm: torch.Tensor, head: torch.Tensor | None, *, hidden_size: int, eps: float) -> None:
@@ -91,8 +94,8 @@ class Decoder:
             ropes: tables, float32 [positions, 2 * half]: cosines, then sines.
             rows: int64 [rows], the tokens that get a result; None: all tokens.
             normed: None, or an output, contiguous, of hidden's shape and dtype: the last norm's rows of all tokens.
-            threads: that compute; 0: as many as torch has. A team of threads is made by a step while torch has as
-                many; without one the calling thread computes alone.
+            threads: number of threads that compute; 0: torch's number. A step makes the team of threads if torch has
+                the same number of threads. Without a team the calling thread computes alone.
 
         Returns:
             [rows, out_features of the head] in hidden's dtype; without a head [rows, hidden_size].
@@ -122,7 +125,7 @@ class StepThreads:
         self._has_team = False
 
     def before(self, rows: int) -> int:
-        """Sets torch's number of threads for a step of so many rows, and what follows; returns that of the step."""
+        """Sets torch's number of threads around a step of ``rows`` rows; returns the step's own number of threads."""
         if self._has_team and rows <= self.MOST_ROWS:
             self._taken.count = self.count
             self._set(1)

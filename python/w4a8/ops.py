@@ -23,7 +23,8 @@ class Activation(IntEnum):
     """``activation_kind`` of dynamic_4bit_int_moe. g is the gate half of w13, u the up half.
 
     Kinds 0 to 3 compute the formula of SWIGLU_OAI. The defaults of limit, alpha and beta are 7, 1.702 and 1 for
-    SWIGLU_OAI; infinity, 1 and 0 for kinds 0 to 2. The default limit of SWIGLU_STEP is 7.
+    SWIGLU_OAI; infinity, 1 and 0 for kinds 0 to 2. The default limit of SWIGLU_STEP is 7. Every kind has an ungated
+    form (docs/numerics.md, section 5).
     """
 
     SILU_GATE_UP = 0  # SiLU(g) * u

@@ -2,12 +2,13 @@
 // region and an anonymous namespace. `Ops` are VectorOps with, besides,
 //
 //   swap_lanes<kDistance>(f)            lane i is lane i ^ kDistance, kDistance < kLanes
-//   round(f), times_pow2(f, n)          to a whole number; f * 2^n, n whole in [-125, 125] (anything if f is not used)
-//   reduce_max(f)                       the largest lane; of NaN, any
+//   round(f), times_pow2(f, n)          to a whole number; f * 2^n, n whole in [-125, 125] (any result for other n)
+//   reduce_max_float(f)                 the largest lane; any number if a lane is NaN
 //   sum16(const F (&)[kVecs])           of 16 lanes: i + (i ^ 8), then ^ 4, ^ 2, ^ 1
 //
 // and Dot is how it multiplies the items of a cache kind:
 //
+//   kInt8, kPerItem                     the kind of cache; numbers of an item: 4 int8 or 2 bfloat16
 //   Sum, Line, Item                     sums of kLanes keys or channels; their items; an item of one row, broadcast
 //   kTileRows, kTileVecs                rows, and registers of keys or channels, of a tile
 //   kRowItemBytes                       bytes of an item of a row in scratch

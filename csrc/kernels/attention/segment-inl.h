@@ -158,7 +158,7 @@ __attribute__((noinline)) void add_values(const Step<Ops>& step, int64_t row, in
   });
 }
 
-// Calls f.run<R>(row) for tiles of rows.
+// Calls f.operator()<R>(row) for each tile of R rows, from `row` on: kTileRows, and 4, 2 or 1 for the rest.
 template <class Dot, class F>
 W4A8_INLINE void for_row_tiles(int64_t rows, F f) {
   int64_t row = 0;

@@ -73,7 +73,7 @@ class Experts:
         ranks: Ranks = Ranks(),  # noqa: B008 (it does not change)
         packed_one: Callable[[], object] = lambda: None,
     ) -> tuple[ExpertSizes, dict[str, torch.Tensor]]:
-        """Packed stacks of ``w13`` and ``w2``, uint8 [E, bytes], and their sizes.
+        """The sizes of this process's experts, and the packed stacks ``w13`` and ``w2`` by name, uint8 [E, bytes].
 
         Args:
             experts: of this process.
@@ -83,9 +83,9 @@ class Experts:
 
         Raises:
             CheckpointError: a matrix that does not fit the others.
-            NotImplementedError: the operators cannot run it.
-            ValueError: the experts cannot be cut for so many ranks, or ``activation_group`` does not fit; names the
-                layer.
+            NotImplementedError: the operators cannot run experts of these sizes; names the layer and the sizes.
+            ValueError: the number of ranks does not divide the intermediate size; or ``activation_group`` does not fit
+                (names the layer).
         """
         intermediate, tp_size = self.intermediate, ranks.tp_size
         if intermediate % tp_size != 0:

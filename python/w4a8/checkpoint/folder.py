@@ -243,7 +243,7 @@ class FolderExperts(Experts):
         return Module(self.tensors, f"{self.name}.{projection}", expert)
 
     def _modules(self, experts: Sequence[int]) -> Iterator[tuple[str, Module]]:
-        """Projection and module of each expert; if one tensor is for all experts, of one expert."""
+        """Shard (``w1``, ``w13`` ...) and module of each matrix of ``experts``; fused: of the first expert alone."""
         for expert in experts if self.names.experts else experts[:1]:
             for projection, shard in self.shards.items():
                 yield shard, self._module(expert, projection)
@@ -282,7 +282,8 @@ class FolderExperts(Experts):
         """Fails, before memory is taken for this rank's experts, if the files do not hold their weights.
 
         Raises:
-            CheckpointError: a module that is not quantized, or not as the others, or of another shape; names it.
+            CheckpointError: a module is not quantized, is quantized differently from the others, has another shape, or
+                is weight-only without ``quantize_w4a16``; names the module, or for weight-only the layer.
         """
         self.group_sizes = (self._check_schemes(quantize_w4a16),) * 2
         size, hidden = self.settings.intermediate_size, self.hidden

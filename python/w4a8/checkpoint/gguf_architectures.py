@@ -79,7 +79,7 @@ _LAYER = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 _SHARED_EXPERTS = {f"ffn_{each}_shexp": f"mlp.shared_experts.{each}_proj" for each in ("gate", "up", "down")}
-# Tensors that are no weights of a model: rope_freqs is in the config; the others belong to a matrix of NVFP4.
+# Tensors that are no weights of a model: the config has the rope_* tensors; the scales belong to a matrix of NVFP4.
 BESIDE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight", ".scale", ".input_scale")
 # Of multi-head latent attention.
 _MLA = {
@@ -100,8 +100,8 @@ class Routing:
         renormalize: ``expert_weights_norm``.
         size_key: of an expert's intermediate size.
         activation: between w13 and w2.
-        follows: keys of the router that change the model, and the fields of its config. Other keys do not change the
-            model.
+        follows: keys of the router, and the fields of the config that take their values. The router's other keys must
+            have the model's own values, or the file is refused.
         has_bias: the router has a correction bias.
         is_known: :func:`w4a8.load`, without a model around the experts, can route so.
         on_input: the weights of experts multiply their input.
@@ -156,7 +156,7 @@ class Architecture:
         routing: of the experts, or None.
         eps: the key of the epsilon of norms, and the field.
         names: names of tensors that differ from most architectures', for readers without a model. None: such readers
-            cannot read the file.
+            cannot read the file's linear layers.
         turned: rows of q and k are in ggml's order: in each head the rows that are rotated together are neighbours.
         transposed: stacks of experts are transposed in the model.
         in_turns: gate and up alternate in the last dimension of their stack.
@@ -501,7 +501,8 @@ def named(keys: Mapping[str, Any]) -> str | None:
     """The key of ARCHITECTURES that a file has, or None.
 
     Raises:
-        CheckpointError: there is no architecture, or a key of ``told_by`` is no integer.
+        CheckpointError: there is no architecture; or a key that must be an integer is not: ``expert_count`` of llama,
+            ``vocab_size``, ``block_count`` and ``expert_gating_func`` of deepseek2.
     """
     found = Keys(keys)
     name = found.architecture

@@ -84,7 +84,7 @@ def _rope(keys: Keys, latent: bool, long: bool) -> dict[str, Any]:
         for each in ("beta_fast", "beta_slow"):
             if keys.get(f"rope.scaling.yarn_{each}") is not None:
                 rope[each] = float(keys.number(f"rope.scaling.yarn_{each}"))
-        # The scripts write a tenth of the value. The other value is as large; llama.cpp assumes so, too.
+        # llama.cpp's scripts write mscale_all_dim / 10. mscale is taken to be equal, as llama.cpp does.
         if multiplier is not None:
             scale = round(10 * keys.number("rope.scaling.yarn_log_multiplier"), 6)
             rope |= {"mscale": scale, "mscale_all_dim": scale}

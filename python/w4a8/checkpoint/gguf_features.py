@@ -29,10 +29,10 @@ def reads(names: str) -> Callable[[Feature], Feature]:
 
 
 def per_layer(keys: Keys, name: str, layers: int) -> list[int]:
-    """A count for each layer; the file has one number or a list.
+    """A count for each layer; the file has one number, or a list, of which the first ``layers`` elements are taken.
 
     Raises:
-        CheckpointError: a list of another length, or no count.
+        CheckpointError: a list of fewer elements, or no count.
     """
     value = keys.get(name)
     if not isinstance(value, (list, np.ndarray)):
@@ -45,10 +45,12 @@ def per_layer(keys: Keys, name: str, layers: int) -> list[int]:
 
 
 def flags(keys: Keys, name: str, period: int, layers: int) -> list[bool]:
-    """A flag for each layer. The file has a list, or a period p: true but for each p-th layer; 0: true for all.
+    """A flag for each layer. The file has a list, or a period p: true except in every p-th layer; 0: true in all.
+
+    ``period`` is the default for a missing key. Elements of a list beyond the first ``layers`` are ignored.
 
     Raises:
-        CheckpointError: a list of another length, or no period.
+        CheckpointError: a list of fewer elements, or no period.
     """
     pattern = keys.get(name, period)
     if isinstance(pattern, int) and not isinstance(pattern, bool):
@@ -70,7 +72,7 @@ def windows(period: int, default: int = 0) -> Feature:
     """Some layers see a sliding window alone, as llama.cpp has it (llama_hparams::set_swa_pattern).
 
     Args:
-        period: each layer of this period sees the whole text, if the file has a window and no pattern.
+        period: every ``period``-th layer sees the whole text, if the file has a window and no pattern.
         default: the window if the file has none.
     """
 
@@ -118,7 +120,10 @@ def heads_in_part(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str])
     "attention.value_length_mla rope.dimension_count rope.scaling.yarn_log_multiplier"
 )
 def latent_attention(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
-    """Multi-head latent attention. In a file with k_b and v_b the usual keys describe llama.cpp's products."""
+    """Multi-head latent attention. ``key_length_mla`` and ``value_length_mla`` are the model's sizes of heads.
+
+    In a file without these keys, ``key_length`` and ``value_length`` are. Else they describe llama.cpp's absorbed form.
+    """
     rotated = keys.count("rope.dimension_count")
     key, value = (keys.get(f"attention.{each}_length_mla") for each in ("key", "value"))
     key = keys.count("attention.key_length") if key is None else keys.count("attention.key_length_mla")

@@ -118,7 +118,7 @@ def gguf_in(path: str | Path) -> Path | None:
 
 
 class Strings(Sequence[str]):
-    """An array of strings, read one by one on demand: a list of all takes some six times the bytes."""
+    """An array of strings in a file. The first access to a string reads all: a list takes some six times the bytes."""
 
     def __init__(self, path: Path, what: str, count: int, at: int) -> None:
         """Takes ``count`` strings of the key ``what`` from byte ``at`` on, in a checked file."""
@@ -355,7 +355,7 @@ class _Head(_Cursor):
         version = self.number("I", "the version")
         if version != VERSION:
             raise self.fail(f"version is {shorten(version)}, expected {VERSION}, little-endian")
-        # A name of no bytes, a type; a dimension, a type, an offset.
+        # The length of a name, the number of dimensions, one dimension, a type, an offset.
         tensor_count = self.count("the number of tensors", 8 + 4 + 8 + 4 + 8)
         keys = dict(self._keys(self.count("the number of keys", 8 + 4 + 1)))
         alignment = keys.get("general.alignment", ALIGNMENT)

@@ -28,7 +28,7 @@ _POOLINGS = {1: "pooling_mode_mean_tokens", 2: "pooling_mode_cls_token", 3: "poo
 
 
 def pooling_of(keys: Mapping[str, Any]) -> str | None:
-    """Pooling of an embedding model, the way from the vectors of a text to one; None: not in the file.
+    """Pooling of an embedding model, the way from the vectors of a text to one; None: the key is missing or 0 (none).
 
     Raises:
         CheckpointError: neither none (0), mean (1), cls (2) nor last (3).
@@ -72,7 +72,7 @@ class Keys:
         """Number of layers of the model. Layers behind these predict further tokens (MTP), and are left out everywhere.
 
         Raises:
-            CheckpointError: there are none.
+            CheckpointError: ``block_count`` is missing or no count, or all layers are MTP layers.
         """
         further, count = self.count("nextn_predict_layers", 0, least=0), self.count("block_count")
         if further >= count:
@@ -102,10 +102,10 @@ class Keys:
         raise CheckpointError(f"{key} is {shorten(value)}, but {kind.__name__} is expected")
 
     def count(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """A number of things.
+        """A number of things, from ``least`` to 2**31 - 1.
 
         Raises:
-            CheckpointError: no integer, or less than ``least``.
+            CheckpointError: no integer, or outside this range.
         """
         value = self.typed(name, int, default)
         if not least <= value < 2**31:

@@ -61,7 +61,7 @@ class GGUFLinears:
             self.file.split(name, {name.replace("attn_qkv", f"attn_{each}"): count for each, count in rows.items()})
 
     def unused(self, sources: Iterable[Source]) -> list[str]:
-        """Tensors that no parameter uses, without those that belong to no parameter."""
+        """Tensors that no parameter uses, except tensors of :data:`BESIDE` and of layers that are left out (MTP)."""
         left = set(self.file.tensors).difference(*(source.tensors for source in sources))
         return sorted(name for name in left if not name.endswith(BESIDE) and not self.keys.is_left_out(name))
 
@@ -105,7 +105,10 @@ class GGUFLinears:
     def joined_order(self, names: Sequence[str]) -> torch.Tensor | None:
         """Rows of several tensors, one below the other, in transformers' order.
 
-        Qwen3-Next's q, k, v and z: the rows of a key head are neighbours.
+        Qwen3-Next's q, k, v and z: the rows of a key head are neighbours. None for other tensors: the order as given.
+
+        Raises:
+            CheckpointError: the tensors have another number of rows than the keys say; names the tensors.
         """
         if [name.split(".")[-2] for name in names] != ["attn_qkv", "attn_gate"]:
             return None
@@ -167,7 +170,10 @@ class GGUFLinears:
             yield first, matrix if runs is None else matrix.with_runs(runs)
 
     def values(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor in transformers' form: blocks as ``dtype``, floats in the type of the file."""
+        """A tensor in transformers' form: blocks as ``dtype``, floats in the type of the file.
+
+        Weights of norms from which ``norm_plus`` is subtracted, and ``ssm_a``, become float32.
+        """
         tensor = self.file.tensors[name]
         if self.file.is_float(name):
             order, runs, values = self.order(name), self.runs(name), self.file.tensor(name)

@@ -225,6 +225,10 @@ def unpacked(
     Yields:
         For each packed matrix ``weight_packed``, ``weight_scale``, ``weight_shape``, if not symmetric
         ``weight_zero_point``, and ``bias`` if it has one; experts one by one, gate and up apart. Others as they are.
+        Without ``exported``, matrices of 8 bits always have ``weight_zero_point``.
+
+    Raises:
+        ValueError: a tensor is no packed matrix, or compressed-tensors cannot have the matrix; names the tensor.
     """
     for key, tensor in tensors:
         module, _, leaf = key.rpartition(".")

@@ -71,7 +71,7 @@ def load(
         tp_rank, tp_size: tensor parallel: this rank's slice of each expert.
         ep_rank, ep_size: expert parallel: only this rank's experts are read, and files with others may be missing.
         quantize_w4a16: run weight-only (W4A16) checkpoints with int8 activations, as vLLM with the plugin and
-            transformers with ``W4A8Config`` do; the log says so. False refuses such checkpoints.
+            transformers with ``W4A8Config`` do; the log says so. False refuses such checkpoints, but no GGUF file.
         activation_group: as in :class:`w4a8.nn.QuantOptions`, but None is -1 if the checkpoint says that inputs are
             quantized per token (W4A8).
         w13_interleaved: rows of ``gate_up_proj`` alternate gate and up, as in gpt-oss; None: by the settings. Without
@@ -84,6 +84,8 @@ def load(
 
     Raises:
         ImportError: safetensors is not installed.
+        ValueError: ``tp_size`` and ``ep_size`` are both above 1, ``ep_rank`` is outside [0, ``ep_size``), ``tp_size``
+            does not divide the intermediate size, or ``activation_group`` does not fit.
         CheckpointError: a tensor is missing or has the wrong dtype, shape or values; names the key. No layer of experts
             has weights that are read here; gives the reason.
         NotImplementedError: the operator cannot run a layer, as when tensor parallelism cuts groups; names the sizes.

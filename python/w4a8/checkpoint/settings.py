@@ -166,7 +166,8 @@ def settings_from_config(config: Mapping[str, Any]) -> MoESettings:
     """Settings from the content of config.json.
 
     Raises:
-        CheckpointError: the routing of the model type is not known here, or a key is missing.
+        CheckpointError: the routing of the model type is not known here, or a key is missing, of another type or out of
+            range; names the key.
     """
     text = json_field(config, "text_config", dict, "config.json: text_config") or config
     model_type = text.get("model_type")

@@ -11,7 +11,7 @@ import torch
 
 from w4a8.core.json_fields import CheckpointError, read_json, shorten
 
-MOST_MAPPED = 128 << 20  # bytes; a file is then opened again, which takes as long as reading a few of them
+MOST_MAPPED = 128 << 20  # bytes; after reading more, files are closed, and opened again when they are needed
 INDEX_NAME = "model.safetensors.index.json"
 
 

@@ -63,7 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the command of vLLM and replaces this process by vLLM."""
+    """Prints the command of vLLM and, without ``--dry-run``, replaces this process by vLLM.
+
+    Raises:
+        ImportError: vLLM is not installed.
+    """
     program = vllm_program()
     if program is None:
         raise ImportError(f"vLLM is not installed here: {extras.VLLM}")

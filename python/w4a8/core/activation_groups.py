@@ -17,8 +17,10 @@ DEFAULT_ACTIVATION_GROUP = 32
 def check_activation_group(asked: int | None, group_size: int | None = None) -> None:
     """Refuses an activation group that no matrix can have, or that does not divide a known ``group_size`` of weights.
 
+    With a ``group_size`` of -1 or 16, ``asked`` must divide K, which :func:`resolve_activation_group` checks.
+
     Raises:
-        ValueError: ``asked`` is not None (the default), -1, 32, 64 or 128, or does not divide ``group_size``.
+        ValueError: ``asked`` is not None (the default), -1, 32, 64 or 128, or does not divide any other ``group_size``.
     """
     if asked is None:
         return

@@ -98,7 +98,11 @@ def gate_and_up(rows: int, interleaved: bool) -> tuple[slice, slice]:
 
 
 def slice_of_rank(loaded: torch.Tensor, dim: int, size: int, rank: int, ranks: int, name: str) -> torch.Tensor:
-    """This rank's part: ``loaded`` must be ``ranks`` parts of ``size`` along ``dim``."""
+    """This rank's part of ``loaded``, a view: elements [rank * size, (rank + 1) * size) of dimension ``dim``.
+
+    Raises:
+        ValueError: dimension ``dim`` of ``loaded`` is not ``size`` * ``ranks``; the message begins with ``name``.
+    """
     if loaded.shape[dim] != size * ranks:
         raise ValueError(
             f"{name}: dimension {dim} is {loaded.shape[dim]}, but {ranks} tensor-parallel "
@@ -117,6 +121,9 @@ def determine_expert_map(ep_size: int, ep_rank: int, global_num_experts: int) ->
 
     Returns:
         The number of experts of this rank, and int32 [global experts]: local index or -1; None for a single rank.
+
+    Raises:
+        ValueError: ``ep_rank`` is outside [0, ``ep_size``).
     """
     if not 0 <= ep_rank < ep_size:
         raise ValueError(f"ep_rank {ep_rank} is outside [0, {ep_size})")

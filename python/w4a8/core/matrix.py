@@ -258,7 +258,7 @@ class Matrix:
         return self.columns // self.scales.shape[1]
 
     def with_rows(self, rows: slice) -> Matrix:
-        """The matrix of some rows (views)."""
+        """The matrix of some rows: views for a slice; copies for a tensor of row numbers, in its order."""
         return replace(self, **{name: tensor[rows] for name, tensor in self.tensors().items()})
 
     def with_columns(self, begin: int, end: int) -> Matrix:
@@ -294,7 +294,7 @@ class Matrix:
         return replace(self, scales=scales, minimums=minimums, super_scales=None, super_minimums=None)
 
     def with_runs(self, order: torch.Tensor) -> Matrix:
-        """The matrix with runs of columns in another order and the same bias.
+        """The matrix with runs of columns in another order, the same bias, and one level of scales for super-scales.
 
         Args:
             order: int64 [R]: run order[i] becomes run i. A run is K / R columns, whole groups.
@@ -312,6 +312,8 @@ class Matrix:
 
     def as_integers(self, kind: Kind, group: int) -> Matrix:
         """The same weights in codes of another kind, with one level of scales and with minimums.
+
+        Not for INT8 with zero points: code - zero point may need 9 bits, and would wrap around.
 
         Args:
             kind: INT6, or INT8, which the codes of INT8 and IQ4 need.

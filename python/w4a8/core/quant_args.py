@@ -30,7 +30,7 @@ class QuantizationArgs:
         group_size: input features per scale, with strategy ``group``.
         strategy: a value of :class:`QuantizationStrategy`.
         dynamic: quantized while the layer runs.
-        actorder: for weights: the order of input features in groups, if other than in the file.
+        actorder: for weights: activation order of compressed-tensors: ``group``, ``weight`` and others; None: none.
     """
 
     num_bits: int = 8

@@ -36,7 +36,7 @@ def scale_type_named(name: str) -> torch.dtype:
 
 
 def holds_scales(dtype: torch.dtype, scales: torch.Tensor, kind: Kind = Kind.INT4) -> bool:
-    """Whether a type holds every scale exactly; for e2m1 also the half of every scale, which is packed.
+    """Whether a type holds every scale exactly; for e2m1 (except E8M0) also scale / 2, the number that is packed.
 
     Args:
         dtype: one of :data:`SCALE_TYPES`, or :data:`E8M0`.

@@ -21,7 +21,7 @@ class _Waiting:
         """Room for ``rows`` rows of each tensor that ``like`` has.
 
         Floats become float32, which holds the floats of every file. Super-scales stay float16. On the meta device
-        floats keep their type, which later decides the packed type.
+        scales and minimums keep their type, which later decides the packed type.
         """
         self._kind = like.kind
         kept = {name: tensor for name, tensor in like.tensors().items() if name not in ("zero_points", "bias")}

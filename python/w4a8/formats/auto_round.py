@@ -42,10 +42,12 @@ def packing_of(packing: str) -> tuple[str, int] | None:
 
 
 def from_auto_round(tensors: Tensors, name: str, group_size: int, symmetric: bool, packing: str) -> Matrix:
-    """A matrix of AutoRound: :func:`from_awq`, or :func:`from_gptq` without ``g_idx``, as ``packing_format`` says.
+    """A matrix of AutoRound with codes of 4 bits: :func:`from_awq` or :func:`from_gptq`, as ``packing`` says.
+
+    Args: as :func:`from_gptq`; ``packing`` is ``packing_format`` of the configuration.
 
     Raises:
-        ValueError: an unknown packing, and as these two functions.
+        ValueError: an unknown ``packing``, and as the two functions.
     """
     found = packing_of(packing)
     if found is None:
@@ -79,7 +81,10 @@ class AutoRoundRules(BaseRules):
                 self._by_pattern.append((pattern(text, where), found))
 
     def of(self, module: str) -> Scheme | LeftOut:
-        """As :meth:`Rules.of`: by ``extra_config`` (whole name, end of the name, pattern), else by block."""
+        """As :meth:`Rules.of`: by ``extra_config`` (whole name, end of the name, pattern), else by the other keys.
+
+        These are ``modules_to_not_convert``, then the names of blocks, then ``lm_head``; else the default holds.
+        """
         found = self._exact.get(module)
         if found is None:
             found = next((entry for name, entry in self._exact.items() if module.endswith(f".{name}")), None)

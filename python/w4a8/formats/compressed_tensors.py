@@ -87,8 +87,8 @@ def from_pack_quantized(tensors: Tensors, name: str, group_size: int, symmetric:
 
         weight_packed       int32 [N, ceil(K/c)]     code i of column j: input feature c j + i (c = 32 / bits)
         weight_scale        [N, K/g]
-        weight_zero_point   int32 [ceil(N/c), K/g]   code i of row r: output feature c r + i; may be missing
-        weight_shape        int64 [2]: N, K
+        weight_zero_point   int32 [ceil(N/c), K/g]   code i of row r: output feature c r + i; optional if symmetric
+        weight_shape        int64 or int32 [2]: N, K
         weight_g_idx, bias  as in :func:`from_int_quantized`
 
     Args, Raises: as :func:`from_int_quantized`; ``bits`` of a code are 4 or 8.

@@ -22,7 +22,7 @@ class Part:
     Attributes:
         suffix: the last part of the tensor's name.
         kind: ``weight`` (the codes), ``weight_scale``, ``zero_points``, ``shape``, ``g_idx``, ``global_scale`` (one
-            number, a factor of all scales) or ``input_scale`` (refused by the reader).
+            number, a factor or divisor of all scales) or ``input_scale`` (refused by the reader).
         dtype: type of the tensor; float32 stands for all floats, except for ``global_scale``.
         axes: ``n`` output features, ``k`` input features, ``g`` groups of input features. (MXFP4's blocks count as a
             matrix of codes. A tensor of one number may have a dimension of size 1.)

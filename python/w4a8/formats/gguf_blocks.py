@@ -163,7 +163,7 @@ def _q5_k(block: torch.Tensor) -> Matrix:
 
 
 def _q2_k(block: torch.Tensor) -> Matrix:
-    """d sc q - dmin m in groups of 16: a byte of sc and m each, qs of 2 bits, d, dmin."""
+    """d sc q - dmin m in groups of 16: 16 bytes, low nibble sc, high nibble m; qs of 2 bits, d, dmin."""
     both = block[..., :16]
     supers = {"super_scales": _float16(block[..., 80:82]), "super_minimums": _float16(block[..., 82:84])}
     scales, minimums = (part.view(torch.int8) for part in (both & 15, both >> 4))

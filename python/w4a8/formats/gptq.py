@@ -122,7 +122,11 @@ class GptqRules(BaseRules):
             self._dynamic.append((expression, where, found))
 
     def of(self, module: str) -> Scheme | LeftOut:
-        """As :meth:`Rules.of`: the first entry of ``dynamic`` that matches from the name's start, else the default."""
+        """As :meth:`Rules.of`: the first entry of ``dynamic`` that matches from the name's start decides.
+
+        Other modules have the default. Left out are ``lm_head`` unless the key of this name is true, and modules that
+        ``modules_in_block_to_quantize`` does not name.
+        """
         for expression, where, found in self._dynamic:
             if expression.match(module):
                 return found or LeftOut.not_quantized(module, f"{where} leaves it out")

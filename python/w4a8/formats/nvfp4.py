@@ -80,7 +80,10 @@ def from_nvfp4_pack_quantized(tensors: Tensors, name: str) -> Matrix:
         weight_global_scale   float32 [1] or []         a weight is code * weight_scale / weight_global_scale
         bias                  [N]                       may be missing
 
-    Args, Raises: as :func:`from_nvfp4`.
+    Args: as :func:`from_nvfp4`.
+
+    Raises:
+        ValueError: a tensor is missing, has another dtype or shape, or a scale is not a number or has a sign.
     """
     return _read(tensors, name, ("weight_packed", "weight_global_scale"), reciprocal=True)
 

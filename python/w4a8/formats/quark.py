@@ -43,7 +43,7 @@ class QuarkRules:
         self.default = self._try(json_field(config, "global_quant_config", dict, key) or {}, key)
 
     def of(self, module: str) -> Scheme | LeftOut:
-        """As :meth:`Rules.of`: a module is left out if an entry of ``exclude`` matches its whole name.
+        """As :meth:`Rules.of`: a module is left out if ``exclude`` matches its whole name (with ``re:`` its start).
 
         Other modules are stored as the first matching entry of ``layer_quant_config`` says, else as
         ``layer_type_quant_config`` says for linear layers, else as the default.

@@ -152,7 +152,12 @@ class FusedMoEParallelConfig:
 
 @dataclass
 class FusedMoEConfig:
-    """One mixture-of-experts layer."""
+    """One mixture-of-experts layer.
+
+    Raises:
+        ValueError: the activation is unknown or contradicts ``is_act_and_mul``, or ``tp_size`` does not divide
+            ``intermediate_size``.
+    """
 
     num_experts: int  # of the model (global)
     experts_per_token: int  # k

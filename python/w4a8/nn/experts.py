@@ -107,6 +107,9 @@ class W4A8Experts(PackedExperts):
             w2_group_size: of w2, if it has groups of another size than w13.
             numbers: of the activation.
             gated: w13 has a gate half and an up half.
+
+        Raises:
+            ValueError: a stack is not of these sizes; says why.
         """
         sizes = ExpertSizes(len(w13_packed), hidden_size, intermediate_size, group_size, gated, w2_group_size)
         super().__init__(w13_packed, w2_packed, sizes)

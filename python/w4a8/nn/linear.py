@@ -195,7 +195,7 @@ class W4A8Linear(PackedLinear):
 
 
 class W8A8Linear(PackedLinear):
-    """``x @ W.T + bias`` with W packed as ``int8``, for mixed checkpoints; otherwise as :class:`W4A8Linear`."""
+    """``x @ W.T + bias`` with W packed as ``int8``; :meth:`W4A8Linear.from_float` and :meth:`from_matrix` make it."""
 
     def packed_shapes(self) -> dict[str, dict[str, int | str]]:
         """The required fields of the header."""

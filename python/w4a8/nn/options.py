@@ -37,7 +37,7 @@ class QuantOptions:
             int8 instead of ``values``. None, as for a single layer: all get ``values``.
 
     Raises:
-        TypeError: an unknown option; ``group_size`` is no int or ``symmetric`` no bool.
+        TypeError: an unknown option; ``group_size`` is no int, ``symmetric`` no bool or ``bits`` no number.
         ValueError: a value that is none of these; names the option.
     """
 
@@ -88,7 +88,7 @@ class QuantOptions:
 
     @property
     def most_in_features(self) -> int:
-        """The largest K that the operators take."""
+        """The largest K of a matrix to quantize: up to this K the operators take every ``group_size``, also -1."""
         return 1 << {"e2m1": 19, "int6": 18, "int8": 16}.get(self.values, 20 if self.symmetric else 19)
 
     def to_dict(self) -> dict[str, Any]:

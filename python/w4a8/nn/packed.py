@@ -81,6 +81,9 @@ class PackedLinear(PackedModule):
             in_features: K.
             out_features: N.
             group_size: values of k per scale; -1 is channelwise.
+
+        Raises:
+            ValueError: ``packed`` is no packed matrix of these sizes; says why.
         """
         super().__init__()
         self.in_features = in_features

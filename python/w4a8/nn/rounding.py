@@ -30,7 +30,8 @@ def round_weight(
         A weight on the meta device gives tensors on the meta device.
 
     Raises:
-        ValueError: the group does not divide K, or the weight or the bias has a NaN or an infinity.
+        ValueError: the group does not divide K, the options have ``bits``, or the weight or the bias has a NaN or an
+            infinity.
         RuntimeError: the importance has another size, or numbers that are negative or not finite.
     """
     group = group_of(weight, options)

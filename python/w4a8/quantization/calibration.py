@@ -72,7 +72,7 @@ class _Unit:
         jobs: of the module and its submodules.
         alone: a job replaces the module itself; it is no element of a list with jobs inside.
         stages: jobs with the same input, in the order of their calls.
-        calls: by id of the first job of a stage: how often one batch calls its modules.
+        calls: by id of a job: how often the first batch calls the job's modules.
         before: units that need not run for this unit: a chain, where each unit's output is the next unit's input.
         feeds: this unit is in ``before`` of the next unit.
     """

@@ -227,7 +227,7 @@ def _is_llama4(module: torch.nn.Module) -> bool:
 
 
 def is_gpt_oss(module: torch.nn.Module) -> bool:
-    """Whether gate and up are one matrix of each expert, whose rows alternate."""
+    """Whether a module is gpt-oss's class of experts, in which the rows of gate and up alternate."""
     return type(module).__name__ == "GptOssExperts"
 
 

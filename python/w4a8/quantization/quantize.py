@@ -33,7 +33,7 @@ class QuantizationReport:
         left_bytes: of the model's floating-point parameters now.
         model_bytes: of the model's parameters and packed weights now.
         weights: name -> kind of the packed weights; on the meta device, where headers are missing.
-        refused: name -> why a layer cannot be packed; on the meta device, instead of an error.
+        refused: name -> why a layer cannot be packed; within a dry run, of a checkpoint of another method.
         uncalibrated: name -> which part of a module got too few inputs from ``calibration``.
     """
 
@@ -85,9 +85,9 @@ def quantize_(
     progress: bool = False,
     **fields: Any,
 ) -> QuantizationReport:
-    """Quantizes the weights of a model to 4 bits, in place; inputs are then quantized to int8 as they come.
+    """Quantizes the weights of a model in place, by default to int4; inputs are then quantized to int8 in each call.
 
-    ``torch.nn.Linear`` becomes ``w4a8.nn.W4A8Linear``. Gated experts become ``w4a8.nn.W4A8Experts``: those of
+    ``torch.nn.Linear`` becomes ``w4a8.nn.W4A8Linear`` (int8: ``W8A8Linear``), experts ``w4a8.nn.W4A8Experts``: those of
     transformers 5 with the common interface of experts (Qwen, Mixtral, DeepSeek, GLM, MiniMax, Ernie and many others),
     gpt-oss and Llama 4; of transformers 4 those of Qwen2-MoE, Qwen3-MoE, Mixtral, OLMoE, DeepSeek-V2 and -V3. Routers,
     shared experts and what a block returns stay. Float weights of a module are freed when it is replaced, so memory
@@ -118,9 +118,10 @@ def quantize_(
         TypeError, ValueError: as :class:`QuantOptions`.
         TypeError: calibration is a batch instead of a list of them.
         ValueError: calibration without a batch or with effort = 0, a name or pattern in ``skip`` that matches no
-            module, or the model is itself a layer to replace.
-        QuantizationError: a weight or a bias has a NaN or an infinity, or an ``activation_group`` does not fit; names
-            the layer.
+            module, or the model is itself a layer to replace; ``bits`` below those of ``values``, or with calibration
+            and a model without derivatives.
+        QuantizationError: a weight, a bias or an input of calibration has a NaN or an infinity, or an
+            ``activation_group`` does not fit; names the layer.
     """
     options = QuantOptions.of(options, fields)
     plan = make_plan(model, options, Skipped(skip, default_skip))

@@ -20,7 +20,7 @@ from w4a8.quantization.moe_blocks import fused_experts, listed_experts
 from w4a8.quantization.plan import Job
 
 # Squared error over the squares of normal weights in groups of 32 (docs/quantization.md, "Rounding"). Without
-# calibration an error is that, times a factor by the name of the matrix.
+# calibration the error of a job is this number, times the weights that a token reads, times a factor by its name.
 _LOST = {
     ("int4", True): 0.0066,
     ("int4", False): 0.0059,

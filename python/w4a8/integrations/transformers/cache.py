@@ -39,7 +39,7 @@ class Step:
 class Pages:
     """The pages of tokens in the layers' caches. Page p has the same tokens in every layer.
 
-    Full pages are shared by rows that begin alike. A page that is written to belongs to one row.
+    Rows that :meth:`select` makes of one row share its pages. A shared page is copied before a row writes to it.
     """
 
     def __init__(self) -> None:
@@ -62,6 +62,10 @@ class Pages:
             begin: columns of the layer.
             batch, fresh: new columns are ``[batch, fresh]``.
             padding: bool [batch, begin + fresh], False for padding; None: all are tokens.
+
+        Raises:
+            RuntimeError: an earlier forward was not finished.
+            ValueError: another number of rows; ``padding`` has another shape, or differs for earlier columns.
         """
         if self.step is not None and self.step.begin == begin:
             return self.step
@@ -143,7 +147,7 @@ class Pages:
         self._changed()
 
     def crop(self, columns: int) -> None:
-        """Keeps the first ``columns``."""
+        """Removes the last ``columns`` columns of each row."""
         keep = self.columns - columns
         gone = [columns] * len(self.sequences)
         if self.tokens is not None:

@@ -47,7 +47,8 @@ class Collector:
         """Plans, for a model on the meta device whose weights are mapped from files.
 
         Raises:
-            ValueError: an ``activation_group`` that does not divide the group size.
+            ValueError: an ``activation_group`` that does not divide the group size, an entry of ``skip`` that matches
+                no module, or ``bits`` below those of ``values``.
         """
         self.files = files
         self.default_skip = config.default_skip
@@ -95,7 +96,8 @@ class Collector:
         Linear layers without a weight are left alone, unless ``default_skip`` is False.
 
         Raises:
-            QuantizationError: a weight has a NaN or an infinity; names the module.
+            QuantizationError: a weight has another shape, a NaN or an infinity, or an ``activation_group`` does not
+                fit; names the parameter or the module.
             ValueError: the checkpoint lacks another weight; names it.
         """
         if self.error is None:

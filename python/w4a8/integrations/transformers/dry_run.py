@@ -33,8 +33,8 @@ _PACKED = {**STANDS_FOR, **EMBEDDINGS}
 def dry_run(headers: Mapping[str, Mapping[str, Any]] | None = None) -> Iterator[None]:
     """A context in which models are loaded to the meta device, by the usual code, and no weights are read.
 
-    Layers that cannot be packed go to ``report.refused`` of the quantizer; outside of this context the first is an
-    error.
+    Layers that cannot be packed go to ``report.refused`` of the quantizer, if another method quantized the checkpoint.
+    For floats and GGUF files, and outside of this context, the first such layer is an error.
 
     Args:
         headers: of safetensors files, by their names: name of a tensor -> ``dtype`` (F32 and so on), ``shape``,

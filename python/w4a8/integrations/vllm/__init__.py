@@ -4,7 +4,7 @@ vLLM finds :func:`register` through the entry point ``vllm.general_plugins`` and
 docs/vllm.md lists what the plugin runs. Environment:
 
     W4A8_VLLM=0         off
-    W4A8_VLLM=1         on, also for a version of vLLM or a CPU architecture the plugin was not tested with
+    W4A8_VLLM=1         on, also for a vLLM older than the tested versions, or a CPU architecture other than x86
     W4A8_VLLM_W4A16=0   leave weight-only 4-bit models to vLLM, instead of running them with int8 activations
     W4A8_VLLM_ACTIVATION_GROUP=-1, 32, 64 or 128
                         how many values of an activation share a scale; -1 is all of a token's

@@ -137,7 +137,7 @@ _GPTQ_VERSIONS = {None: 1, "": 1, "gptq": 1, "gptq_v2": 2}  # by checkpoint_form
 
 
 class GPTQLayers(RunsLayersHere, ChecksActivationOrder):
-    """Layers of 4 bits and linear ones of 8, symmetric or not. Which are quantized, is decided by upstream's rules."""
+    """Linear layers and experts of 4 or 8 bits, symmetric or not. Upstream's rules decide which are quantized."""
 
     w4a8_says = "GPTQ"
 
@@ -153,7 +153,11 @@ class GPTQLayers(RunsLayersHere, ChecksActivationOrder):
         super().__init__(*args, **kwargs)
 
     def scheme(self) -> Scheme | None:
-        """How weights are stored, if they are to be run here; of a copy for one layer."""
+        """How the weights of a layer are stored; None: vLLM runs the layer. ``self`` has the rules of this layer.
+
+        Raises:
+            ValueError: activation order (``desc_act``) with groups.
+        """
         full = self.full_config
         version = _GPTQ_VERSIONS.get(full.get("checkpoint_format") or full.get("format"))
         if not runs_w4a16() or version is None or not is_group_size(self.group_size):
@@ -217,7 +221,7 @@ class AWQLayers(RunsLayersHere):
 
 
 class INCLayers(RunsLayersHere, ChecksActivationOrder):
-    """AutoRound's: integers of 4 bits, linear layers of 8, MXFP4 and NVFP4.
+    """AutoRound's layers: integers of 4 bits, in GPTQ's packing also of 8 bits, MXFP4 and NVFP4.
 
     Attributes:
         w4a8_version: of GPTQ's packing: 2 stores zero points as they are.
@@ -232,7 +236,7 @@ class INCLayers(RunsLayersHere, ChecksActivationOrder):
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
-        """As upstream's, which does not know all names of the two packings, no NVFP4, and nothing of inputs."""
+        """As upstream's; reads also NVFP4, all names of the two packings, and the bits of inputs (``act_bits``)."""
         changes, more = {}, {}
         stated, bits = config.get("packing_format"), config.get("act_bits", 16)
         found = packing_of(stated) if isinstance(stated, str) else None

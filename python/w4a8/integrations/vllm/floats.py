@@ -64,7 +64,7 @@ class RoundedScheme(Scheme):
 def floats_of(
     tensors: Iterable[tuple[str, torch.Tensor]], source: Mapping[str, Any]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Turns the tensors of a checkpoint with floats of 8 bits into float32 matrices, one at a time.
+    """The tensors of a checkpoint, with matrices of 8-bit floats as float32 and without their ``input_scale``.
 
     Args:
         tensors: names and tensors, in any order.

@@ -1,7 +1,7 @@
 """A GGUF file for vLLM: a folder with the config and the tokenizer that transformers makes from the file.
 
-vLLM reads folders in many places and in every process: so only this file knows of GGUF. The folder is made once for
-each file, in vLLM's cache; the weights stay in the file.
+vLLM reads a model's folder in many places and in every process, and none of them knows GGUF. The folder is made once
+for each file, in vLLM's cache; the weights stay in the file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def linears_of(path: str) -> GGUFLinears:
     """A file, opened once in a process.
 
     Raises:
-        CheckpointError: the file cannot be read, or its architecture is not known here.
+        CheckpointError: the file cannot be read, or names no architecture.
+        ValueError: the architecture is not known here, or vLLM cannot run it.
     """
     file = GGUFFile(path)
     name = named(file.keys)

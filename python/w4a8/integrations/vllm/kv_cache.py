@@ -22,7 +22,7 @@ def kv_cache_problem(asked: Any, hf_config: Any) -> str | None:
         hf_config: of the model, from transformers.
 
     Returns:
-        The reason; or None if vLLM can: floats of 8 bits, in layers that keep keys and values, with AVX-512 or AMX.
+        The reason; or None if vLLM can: 8-bit floats, heads of a multiple of 32, no latent attention, AVX-512 or AMX.
         (vLLM itself takes 4 bits for 8, and fails with latent keys and values at the first token.) None also for caches
         that vLLM refuses itself.
     """

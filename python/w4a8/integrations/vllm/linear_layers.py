@@ -344,7 +344,11 @@ class W4A8LMHeadMethod(UnquantizedEmbeddingMethod):
         self.bits, self.activation_group = bits, activation_group()
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Packs the weight into ``layer.weight_rounded``, uint8 [bytes]; frees the floats if no embedding has them."""
+        """Packs the weight into ``layer.weight_rounded``, uint8 [bytes]; frees the floats if no embedding has them.
+
+        Raises:
+            ValueError: the weight has a NaN or an infinity, or the activation group does not fit.
+        """
         weight = layer.weight
         self.n, self.k = weight.shape
         if self.bits == 8:

@@ -1,4 +1,4 @@
-"""The plugin's logger, and silence for trials. Imports vLLM only when the logger is asked for."""
+"""The plugin's logger, and silence for trials. Only :func:`logger` and :func:`silence` import vLLM."""
 
 from __future__ import annotations
 

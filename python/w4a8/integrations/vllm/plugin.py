@@ -1,4 +1,4 @@
-"""Decides whether the plugin runs layers, and registers it with vLLM. Imports vLLM only if so."""
+"""Decides whether the plugin runs layers, and registers it with vLLM. Only :func:`activate` imports vLLM."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def _listed_keys() -> str:
 
 
 def read_arguments(*readers: Callable[[Any], None]) -> None:
-    """Checks an engine's arguments for settings of this plugin, and passes the arguments to ``readers``.
+    """Lets vLLM check this plugin's settings of each new engine, and pass the engine's arguments to ``readers``.
 
     Raises:
         RuntimeError: vLLM's EngineArgs is not as expected.
