@@ -395,7 +395,7 @@ def paged_attention(
         query: float32, bfloat16 or float16 [T, H, D]; query head h uses key head h // (H / KV).
         cache, block_table, seq_lens, query_start_loc, kind: as for paged_attention_write.
         scale: a score is query times key times scale.
-        value_size: V; D if None.
+        value_size: V; None: D. kind "latent": required, less than D.
         causal: a token sees itself and the tokens before; otherwise all tokens of its sequence.
         window: a token sees itself and window - 1 tokens before (not causal: window - 1 to both sides). 0: all.
         soft_cap: scores become soft_cap * tanh(score / soft_cap). 0: none.

@@ -9,12 +9,13 @@ from compare import assert_same, kl_divergences
 from conftest import Job, arguments, run_engines
 from models import Case
 
-from w4a8.integrations.vllm import attention, settings
+from w4a8.integrations.vllm import attention, latent_attention, settings
 
 QWEN = Case("qwen3_moe", 32, "int-quantized", "float32", "symmetric")
 GPT_OSS = Case("gpt_oss", 32, "int-quantized", "bfloat16", "symmetric")  # a window in every second layer, and sinks
 MLA = [Case("deepseek_v2", 32, "int-quantized", dtype, "symmetric") for dtype in ("float32", "bfloat16")]
 OFF = {"W4A8_VLLM_ATTENTION": "0"}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 CHUNKS = {"max_num_batched_tokens": 64, "enable_chunked_prefill": True, "max_num_seqs": 4}
 
 
@@ -86,31 +87,45 @@ def test_chunks_and_cached_prefixes_change_no_bit(model, results):
 
 @pytest.fixture(scope="module")
 def latent(checkpoints, tmp_path_factory):
-    """dtype -> results without and with the operators, with larger pages, of one prompt alone; and the log."""
+    """dtype -> name -> result, and the log."""
     found = {}
+    repeated = [prompt[:60] * 3 for prompt in long_prompts()]
     for case in MLA:
         path = checkpoints(case) / "checkpoint"
         one = {**arguments(case), "attention_backend": "CPU_MLA"}  # where there is AMX, vLLM would take AMX_MLA
-        jobs = [
-            Job(path, one, long_prompts(), prompt_logprobs=False, environment=OFF),
-            Job(path, one, long_prompts(), prompt_logprobs=False),
-            Job(path, {**one, "block_size": 128}, long_prompts(), prompt_logprobs=False),
-            Job(path, {**one, "block_size": 32}, long_prompts(), prompt_logprobs=False),
-        ]
-        directory = tmp_path_factory.mktemp(case.dtype)
-        made, log = run_engines(jobs, directory, 900, VLLM_ENABLE_V1_MULTIPROCESSING="0")
-        assert not any("error" in result for result in made), made
-        found[case.dtype] = made, log
+        guessing = {**one, "speculative_config": NGRAM}
+        cut = {**one, "long_prefill_token_threshold": 64, "max_num_seqs": 4}
+        jobs = {
+            "off": Job(path, one, long_prompts(), prompt_logprobs=False, environment=OFF),
+            "on": Job(path, one, long_prompts(), prompt_logprobs=False),
+            "large": Job(path, {**one, "block_size": 192}, long_prompts(), prompt_logprobs=False),
+            "small": Job(path, {**one, "block_size": 32}, long_prompts(), prompt_logprobs=False),
+            "cut": Job(path, cut, long_prompts(), prompt_logprobs=False),
+            "guessing off": Job(path, guessing, repeated, prompt_logprobs=False, environment=OFF),
+            "guessing": Job(path, guessing, repeated, prompt_logprobs=False),
+        }
+        # vLLM's guesses from a prompt fail in the second engine of a process.
+        made, log = [], ""
+        for part in (list(jobs.values())[:-1], list(jobs.values())[-1:]):
+            directory = tmp_path_factory.mktemp(case.dtype)
+            results, text = run_engines(part, directory, 900, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+            made, log = made + results, log + text
+        for name, result in zip(jobs, made):
+            assert "error" not in result, (name, result["error"])
+        found[case.dtype] = dict(zip(jobs, made)), log
     return found
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_latent_attention(dtype, latent):
-    """Sequences of 151 to 190 tokens, the longest of which begins a page while it decodes."""
-    (off, on, large, small), log = latent[dtype]
-    assert 0 < divergence(off, on) < 0.004
-    assert_same(on, large)
-    assert_same(off, small)
+    """Sequences of 151 to 190 tokens, the longest of which begins a page while it decodes. Prompts that vLLM reads in
+    parts, and guessed tokens, attend to cached tokens by vLLM's operators."""
+    found, log = latent[dtype]
+    assert 0 < divergence(found["off"], found["on"]) < 0.004
+    assert 0 < divergence(found["off"], found["cut"]) < 0.004
+    assert 0 < divergence(found["guessing off"], found["guessing"]) < 0.004
+    assert_same(found["on"], found["large"])
+    assert_same(found["off"], found["small"])
     assert "attention runs here, with a KV cache of bfloat16 latents" in log
     assert "attention is vLLM's: W4A8_VLLM_ATTENTION=0" in log
     assert "attention is vLLM's: blocks of 16 tokens, which are no multiple of 64" in log
@@ -121,6 +136,9 @@ def asked(**changes):
         ("use_mla", "use_sparse", "use_mm_prefix", "use_per_head_quant_scales", "use_kv_connector", "use_dcp"), False
     )
     return SimpleNamespace(**{**usual, "attn_type": "decoder", "head_size": 128, "kv_cache_dtype": "auto", **changes})
+
+
+latent_attention.register()
 
 
 def engine(block_size=128, user=False, hybrid=False, backend=None):
@@ -159,6 +177,43 @@ def engine(block_size=128, user=False, hybrid=False, backend=None):
 def test_what_is_left_to_vllm(layer, config, reason):
     found = attention.reason_against(asked(**layer), engine(**config))
     assert found == reason if reason is None else found.startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("change", "taken"),
+    [
+        ({}, True),
+        ({"block_size": 256}, False),  # DeepSeek-V4
+        ({"use_mla": False}, False),
+        ({"cache_dtype": "bfloat16"}, True),
+        ({"cache_dtype": "fp8"}, False),
+        ({"head_size": 592}, False),
+        ({"kv_lora_rank": 576}, False),
+        ({"kv_lora_rank": 500}, False),
+        ({"connector": object()}, False),
+        ({"method": "ngram"}, True),
+        ({"method": "draft_model"}, False),
+        ({"quant_config": None}, False),
+    ],
+)
+def test_pages_of_latent_attention(change, taken, monkeypatch):
+    monkeypatch.setattr(latent_attention, "is_ours", lambda config: config is not None)
+    given = {"block_size": 16, "use_mla": True, "cache_dtype": "auto", "head_size": 576, "kv_lora_rank": 512,
+             "connector": None, "method": None, "quant_config": object(), **change}  # fmt: skip
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            use_mla=given["use_mla"],
+            hf_text_config=SimpleNamespace(kv_lora_rank=given["kv_lora_rank"]),
+            get_head_size=lambda: given["head_size"],
+        ),
+        cache_config=SimpleNamespace(block_size=given["block_size"], cache_dtype=given["cache_dtype"]),
+        speculative_config=given["method"] and SimpleNamespace(method=given["method"]),
+        parallel_config=SimpleNamespace(decode_context_parallel_size=1),
+        attention_config=SimpleNamespace(backend=SimpleNamespace(name="CPU_MLA")),
+        kv_transfer_config=given["connector"],
+        quant_config=given["quant_config"],
+    )
+    assert latent_attention._takes(config) is taken
 
 
 BY_AMX = "latent attention, which vLLM computes by AMX"

@@ -1,7 +1,7 @@
 """Attention by this package's operators, over a cache of int8 or bfloat16 in their layout (docs/numerics.md section 9).
 
-vLLM asks its platform for an attention backend once for each layer. The answer is one of the two backends here if the
-plugin runs the model and the operators can compute the layer; otherwise vLLM's own.
+vLLM asks its platform for an attention backend once for each layer. The answer is one of the two backends here, or that
+of latent_attention.py, if the plugin runs the model and the operators can compute the layer; otherwise vLLM's own.
 """
 
 from __future__ import annotations
@@ -221,10 +221,10 @@ class BFloat16Backend(Backend):
     impl = BFloat16Impl
 
 
-_LATENT = "latent"
-# By kind of cache.
-_BACKENDS = {each.impl.kind: f"{__name__}.{each.__name__}" for each in (Int8Backend, BFloat16Backend)}
-_BACKENDS[_LATENT] = "w4a8.integrations.vllm.latent_attention.LatentBackend"
+LATENT = "latent"
+LATENT_CACHE_DTYPES = ("auto", "bfloat16")  # values of --kv-cache-dtype
+# By kind of cache. Where vLLM has latent attention for CPUs, latent_attention.py adds its own.
+BACKENDS = {each.impl.kind: f"{__name__}.{each.__name__}" for each in (Int8Backend, BFloat16Backend)}
 
 
 def cpu_has_amx_for(vllm_config: Any) -> bool:
@@ -241,11 +241,13 @@ def reason_against(asked: Any, vllm_config: Any) -> str | None:
         return "sparse attention"
     if asked.use_mla and cpu_has_amx_for(vllm_config):
         return "latent attention, which vLLM computes by AMX"
+    if asked.use_mla and LATENT not in BACKENDS:
+        return "latent attention"
     if asked.attn_type != AttentionType.DECODER:
         return f"attention of type {asked.attn_type}"
     if asked.head_size not in (LATENT_SIZES if asked.use_mla else HEAD_SIZES):
         return f"heads of {asked.head_size}"
-    kinds = ("auto", "bfloat16") if asked.use_mla else CACHE_KINDS
+    kinds = LATENT_CACHE_DTYPES if asked.use_mla else CACHE_KINDS
     if (asked.kv_cache_dtype or "auto") not in kinds:
         return f"a KV cache of {asked.kv_cache_dtype}"
     cache = vllm_config.cache_config
@@ -287,13 +289,13 @@ def register() -> None:
             reason = reason_against(attn_selector_config, config)
             if reason is None:
                 kind = CACHE_KINDS[attn_selector_config.kv_cache_dtype or "auto"]
-                kind = _LATENT if attn_selector_config.use_mla else kind
+                kind = LATENT if attn_selector_config.use_mla else kind
                 logger().info_once(
                     "w4a8: attention runs here, with a KV cache of %s (%s=0: vLLM's)",
-                    "bfloat16 latents" if kind == _LATENT else kind,
+                    "bfloat16 latents" if kind == LATENT else kind,
                     settings.ATTENTION,
                 )
-                return _BACKENDS[kind]
+                return BACKENDS[kind]
             logger().info_once("w4a8: attention is vLLM's: %s", reason)
         return stock(cls, selected, attn_selector_config, *args, **kwargs)
 

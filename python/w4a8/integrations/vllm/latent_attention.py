@@ -1,11 +1,12 @@
 """Multi-head latent attention (MLA: DeepSeek, GLM-4.7-Flash) of decode steps by this package's operators: the values
-are the first channels of the keys, in bfloat16. The attention of new prompts is vLLM's.
+are the first channels of the keys, in bfloat16. Attention of several new tokens of a sequence is vLLM's.
 
 vLLM's own operator takes pages of 16 tokens, which its platform sets. A page here has a multiple of 64.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import wraps
 from typing import Any, ClassVar
 
@@ -16,10 +17,11 @@ from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
 from w4a8.integrations.vllm import attention, settings
+from w4a8.integrations.vllm.attention import LATENT, LATENT_CACHE_DTYPES
 from w4a8.integrations.vllm.config import is_ours
 from w4a8.ops import BLOCK_TOKENS, LATENT_SIZES, attention_block_bytes, paged_attention, paged_attention_write
 
-_KIND = "latent"
+_STOCK_TOKENS = 16  # of a page, of vLLM's operator
 
 
 class LatentImpl(CPUMLAImpl):
@@ -36,7 +38,7 @@ class LatentImpl(CPUMLAImpl):
             decode.seq_lens,
             attn_metadata.query_start_loc[: attn_metadata.num_decodes + 1],
             self.scale,
-            kind=_KIND,
+            kind=LATENT,
             value_size=self.kv_lora_rank,
         )
         return out, None
@@ -66,21 +68,35 @@ class LatentImpl(CPUMLAImpl):
             (slots // page).int()[:, None],
             (slots % page + 1).int(),
             torch.arange(len(slots) + 1, dtype=torch.int32),
-            kind=_KIND,
+            kind=LATENT,
         )
+
+    def _compute_prefill_context(
+        self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, k_scale: Any
+    ) -> Any:
+        """As upstream's, which reads a cache of whole rows: it gets the pages of the context as rows."""
+        prefill = attn_metadata.prefill
+        tokens = kv_c_and_k_pe_cache.shape[1]
+        used = -(-max(prefill.chunked_context.context_lens_list) // tokens)
+        pages, places = prefill.block_table[:, :used].clamp(min=0).unique(return_inverse=True)
+        blocks = self.blocks(kv_c_and_k_pe_cache)[pages].view(torch.bfloat16)
+        items = blocks.view(len(pages), tokens // BLOCK_TOKENS, self.head_size // 2, BLOCK_TOKENS, 2)
+        rows = items.transpose(2, 3).reshape(len(pages), tokens, self.head_size).to(kv_c_and_k_pe_cache.dtype)
+        metadata = replace(attn_metadata, prefill=replace(prefill, block_table=places.int()))
+        return super()._compute_prefill_context(q, rows, metadata, k_scale)
 
     def blocks(self, kv_cache: torch.Tensor) -> torch.Tensor:
         """uint8 [pages, 1, bytes]: vLLM's [pages, tokens, channels], of which the end is unused in float32."""
         cache = kv_cache.view(torch.uint8)
         pages, tokens, _ = cache.shape
-        bytes_ = tokens // BLOCK_TOKENS * attention_block_bytes(_KIND, self.head_size, self.kv_lora_rank)
+        bytes_ = tokens // BLOCK_TOKENS * attention_block_bytes(LATENT, self.head_size, self.kv_lora_rank)
         return cache.as_strided((pages, 1, bytes_), (cache.stride(0), bytes_, 1))
 
 
 class LatentBackend(CPUMLABackend):
     """As upstream's, with pages of a multiple of 64 tokens."""
 
-    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["auto", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = list(LATENT_CACHE_DTYPES)
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
@@ -103,6 +119,28 @@ class LatentBackend(CPUMLABackend):
         return LatentImpl
 
 
+def _takes(vllm_config: Any) -> bool:
+    """Whether the backend here runs a model to which vLLM has given the pages of its own operator."""
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    if not getattr(model, "use_mla", False) or cache.block_size != _STOCK_TOKENS:
+        return False
+    if not is_ours(vllm_config.quant_config) or not settings.attends() or attention.cpu_has_amx_for(vllm_config):
+        return False
+    # A draft model may have latent attention that is not ours: it shares the size of pages.
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.method not in ("ngram", "suffix"):
+        return False
+    config, parallel = model.hf_text_config, vllm_config.parallel_config
+    whole = parallel.decode_context_parallel_size == 1 and vllm_config.kv_transfer_config is None
+    return (
+        whole
+        and cache.cache_dtype in LATENT_CACHE_DTYPES
+        and model.get_head_size() in LATENT_SIZES
+        and config.kv_lora_rank % 16 == 0
+        and config.kv_lora_rank < model.get_head_size()
+    )
+
+
 def register() -> None:
     """Gives models with latent attention the pages of the backend here."""
     if getattr(CpuPlatform.check_and_update_config, "w4a8", False):
@@ -111,12 +149,12 @@ def register() -> None:
 
     @wraps(stock)
     def check_and_update_config(cls: Any, vllm_config: Any) -> None:
-        cache, model = vllm_config.cache_config, vllm_config.model_config
+        cache = vllm_config.cache_config
         asked = cache.block_size if cache.user_specified_block_size else BLOCK_TOKENS
         stock(cls, vllm_config)
-        latent = getattr(model, "use_mla", False) and not attention.cpu_has_amx_for(vllm_config)
-        if latent and is_ours(vllm_config.quant_config) and settings.attends() and asked % BLOCK_TOKENS == 0:
+        if _takes(vllm_config) and asked % BLOCK_TOKENS == 0:
             cache.block_size = asked
 
     check_and_update_config.w4a8 = True
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+    attention.BACKENDS[LATENT] = f"{__name__}.{LatentBackend.__name__}"
