@@ -15,6 +15,7 @@ import statistics
 import sys
 import time
 from dataclasses import dataclass
+from typing import ClassVar
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -41,6 +42,11 @@ class Question:
     rows: int
     behind: int
     sequences: int = 1
+    token_bytes: ClassVar[int] = KEY_HEADS * SIZE * 2  # of the keys of a layer
+
+    @property
+    def key_flops(self) -> int:
+        return 4 * HEADS * SIZE
 
     @property
     def name(self) -> str:
@@ -54,13 +60,32 @@ class Question:
     @property
     def flops(self) -> float:
         keys = self.rows * self.behind + self.rows * (self.rows + 1) / 2
-        return 4 * HEADS * SIZE * keys * self.sequences
+        return self.key_flops * keys * self.sequences
 
     @property
     def layers(self) -> int:
         if self.rows > 64:
             return 1
-        return max(2, min(48, int(CACHED_BYTES / (self.total * self.sequences * KEY_HEADS * SIZE * 2))))
+        return max(2, min(48, int(CACHED_BYTES / (self.total * self.sequences * self.token_bytes))))
+
+
+LATENT = (512, 64)  # channels of keys that are values, and those that are not
+
+
+@dataclass(frozen=True)
+class Latent(Question):
+    """Of latent attention with `heads` query heads, one new row of each sequence: DeepSeek's decode steps."""
+
+    heads: int = 16
+    token_bytes: ClassVar[int] = sum(LATENT) * 2
+
+    @property
+    def key_flops(self) -> int:
+        return 2 * self.heads * (LATENT[0] + sum(LATENT))
+
+    @property
+    def name(self) -> str:
+        return f"{self.heads} heads, {super().name}"
 
 
 QUESTIONS = {
@@ -69,29 +94,10 @@ QUESTIONS = {
         Question(1, 1024), Question(1, 4096), Question(1, 16384), Question(1, 65536), Question(8, 4096),
         Question(1, 4096, 8),
     ],
+    "latent": [
+        Latent(1, 1024), Latent(1, 4096), Latent(1, 16384), Latent(1, 4096, 8), Latent(1, 4096, heads=128),
+    ],
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Latent:
-    """One new token of each of `sequences` sequences behind `behind` others, `heads` query heads: DeepSeek's decode."""
-
-    heads: int
-    behind: int
-    sequences: int = 1
-
-    @property
-    def name(self) -> str:
-        of = f"{self.sequences} x " if self.sequences > 1 else ""
-        return f"{self.heads} heads, {of}1 behind {self.behind}"
-
-    @property
-    def layers(self) -> int:
-        return max(2, min(27, int(CACHED_BYTES / (self.behind * self.sequences * sum(LATENT) * 2))))
-
-
-LATENT = (512, 64)  # channels of keys that are values, and those that are not
-LATENTS = [Latent(16, 1024), Latent(16, 4096), Latent(16, 16384), Latent(16, 4096, 8), Latent(128, 4096)]
 
 
 class Call:
@@ -190,10 +196,10 @@ def latent_ways(question: Latent) -> dict:
     generator = torch.Generator().manual_seed(0)
     size, values = sum(LATENT), LATENT[0]
     query = torch.randn(question.sequences, question.heads, size, generator=generator).bfloat16()
-    lengths = torch.full((question.sequences,), question.behind + 1, dtype=torch.int32)
-    pages = -(-(question.behind + 1) // PAGE)
+    lengths = torch.full((question.sequences,), question.total, dtype=torch.int32)
+    pages = -(-(question.total) // PAGE)
     ours, theirs = [], []
-    keys = torch.randn(question.sequences * (question.behind + 1), 1, size, generator=generator).bfloat16()
+    keys = torch.randn(question.sequences * (question.total), 1, size, generator=generator).bfloat16()
     count = pages * question.sequences
     table = torch.arange(count, dtype=torch.int32).view(question.sequences, -1)
     small = torch.arange(count * PAGE // 16, dtype=torch.int32).view(question.sequences, -1)
@@ -202,11 +208,11 @@ def latent_ways(question: Latent) -> dict:
         width = PAGE // 64 * w4a8.attention_block_bytes("latent", size, values)
         cache = torch.zeros(count, 1, width, dtype=torch.uint8)
         w4a8.paged_attention_write(
-            keys, keys[..., :values], cache, table, lengths, starts * (question.behind + 1), kind="latent"
+            keys, keys[..., :values], cache, table, lengths, starts * (question.total), kind="latent"
         )
         ours.append(cache)
         plain = torch.zeros(question.sequences, pages * PAGE, size, dtype=torch.bfloat16)
-        plain[:, : question.behind + 1] = keys.view(question.sequences, -1, size)
+        plain[:, : question.total] = keys.view(question.sequences, -1, size)
         theirs.append(plain.view(-1, 16, size))
     scale = (128 + LATENT[1]) ** -0.5
     out = torch.empty(question.sequences, question.heads, values, dtype=torch.bfloat16)
@@ -222,7 +228,7 @@ def latent_ways(question: Latent) -> dict:
     return {"w4a8 bfloat16": w4a8_, BASE: vllm}
 
 
-def measure(question: Question | Latent, rounds: int) -> dict[str, float]:
+def measure(question: Question, rounds: int) -> dict[str, float]:
     """Seconds of a call, the median of the rounds, in which the ways take turns."""
     latent = isinstance(question, Latent)
     candidates = latent_ways(question) if latent else ways(Call(question))
@@ -231,7 +237,7 @@ def measure(question: Question | Latent, rounds: int) -> dict[str, float]:
         error = (run(0).float() - exact).norm() / exact.norm()
         if not error < (0.02 if latent else 0.3):  # random keys: what is left of random values is small
             raise RuntimeError(f"{name} gives something else for {question.name}: relative error {error:.3f}")
-    calls = 1 if not latent and question.rows > 64 else max(2, min(question.layers, 8))
+    calls = 1 if question.rows > 64 else max(2, min(question.layers, 8))
     times: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(rounds):
         for name, run in candidates.items():
@@ -252,29 +258,22 @@ def cpu_name() -> str:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
-    all_questions = [*QUESTIONS, "latent"]
-    parser.add_argument("--questions", nargs="+", choices=all_questions, default=all_questions)
+    parser.add_argument("--questions", nargs="+", choices=list(QUESTIONS), default=list(QUESTIONS))
     parser.add_argument("--rounds", type=int, default=5)
     given = parser.parse_args(arguments)
     print(f"{cpu_name()}, kernel {w4a8.active_kernel()}, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}")
     for threads in given.threads:
         torch.set_num_threads(threads)
-        print(f"\n{threads} thread{'s' if threads > 1 else ''}: ms (times as fast as {BASE}), GFLOP/s of w4a8 int8\n")
-        heading = None
-        for question in (q for name in given.questions if name != "latent" for q in QUESTIONS[name]):
+        print(f"\n{threads} thread{'s' if threads > 1 else ''}: ms (times as fast as {BASE}), GFLOP/s of the first\n")
+        heading = ""
+        for question in (q for name in given.questions for q in QUESTIONS[name]):
             found = measure(question, given.rounds)
-            if heading is None:
-                heading = "| tokens | " + " | ".join(found) + " | GFLOP/s |"
-                print(heading, "\n|---|" + "---|" * (len(found) + 1), sep="")
+            before, heading = heading, "| tokens | " + " | ".join(found) + " | GFLOP/s |"
+            if heading != before:
+                print("\n" * bool(before) + heading, "\n|---|" + "---|" * (len(found) + 1), sep="")
             cells = [f"{t * 1e3:.3f} ({found[BASE] / t:.2f})" for t in found.values()]
-            rate = question.flops / found["w4a8 int8"] / 1e9
+            rate = question.flops / next(iter(found.values())) / 1e9
             print(f"| {question.name} | " + " | ".join(cells) + f" | {rate:.0f} |", flush=True)
-        if "latent" in given.questions:
-            print(f"\n| latent attention | w4a8 bfloat16 | {BASE} |\n|---|---|---|")
-        for question in LATENTS if "latent" in given.questions else ():
-            found = measure(question, given.rounds)
-            cells = [f"{t * 1e3:.3f} ({found[BASE] / t:.2f})" for t in found.values()]
-            print(f"| {question.name} | " + " | ".join(cells) + " |", flush=True)
 
 
 if __name__ == "__main__":

@@ -95,6 +95,8 @@ def environment(hide_amx: bool = False, **variables) -> dict:
     return {**clean, **found, **variables}
 
 
+# vLLM's guesses of tokens from the prompt: a speculative_config.
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 # Of jobs whose output layer is as the plugin has it by default: int8, or as a GGUF file has it. Others leave it alone.
 DEFAULT_HEAD = {"W4A8_VLLM_LM_HEAD": ""}
 # Of engines whose weights are compared: in one process, and with attention as exact as vLLM's own.

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from compare import assert_same, kl_divergences
-from conftest import DEFAULT_HEAD, Job, arguments, run_engines
+from conftest import DEFAULT_HEAD, NGRAM, Job, arguments, run_engines
 from models import Case
 from test_attention import CHUNKS, long_prompts
 from test_gguf_models import Tiny
@@ -38,7 +38,6 @@ FLOAT32 = {model: Case(model, 32, "int-quantized", "float32", "symmetric") for m
 BFLOAT16 = [Case(model, 32, "int-quantized", "bfloat16", "symmetric") for model in ("llama", "qwen3_moe", "gpt_oss")]
 MLA = Case("deepseek_v2", 32, "int-quantized", "float32", "symmetric")
 OFF = {"W4A8_VLLM_DECODER": "0"}
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
 
 
 def run(jobs, directory, **variables):

@@ -71,6 +71,14 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
         )
 
 
+def blocks_of(kv_cache: torch.Tensor, kind: str, key_size: int, value_size: int) -> torch.Tensor:
+    """uint8 [pages, heads, bytes]: vLLM's [pages, heads, tokens, content], of which the end may be unused."""
+    cache = kv_cache.view(torch.uint8)
+    pages, heads, tokens, _ = cache.shape
+    bytes_ = tokens // BLOCK_TOKENS * attention_block_bytes(kind, key_size, value_size)
+    return cache.as_strided((pages, heads, bytes_), (cache.stride(0), cache.stride(1), 1))
+
+
 class Impl(AttentionImpl):
     """Attention of a layer. A subclass states the kind of cache."""
 
@@ -154,11 +162,8 @@ class Impl(AttentionImpl):
         )
 
     def blocks(self, kv_cache: torch.Tensor, value_size: int) -> torch.Tensor:
-        """uint8 [pages, heads, bytes]: vLLM's [pages, heads, tokens, content], of which the end may be unused."""
-        cache = kv_cache.view(torch.uint8)
-        pages, heads, tokens, _ = cache.shape
-        bytes_ = tokens // BLOCK_TOKENS * attention_block_bytes(self.kind, self.head_size, value_size)
-        return cache.as_strided((pages, heads, bytes_), (cache.stride(0), cache.stride(1), 1))
+        """See :func:`blocks_of`."""
+        return blocks_of(kv_cache, self.kind, self.head_size, value_size)
 
 
 class Int8Impl(Impl):

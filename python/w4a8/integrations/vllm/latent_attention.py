@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 from w4a8.integrations.vllm import attention, settings
 from w4a8.integrations.vllm.attention import LATENT, LATENT_CACHE_DTYPES
 from w4a8.integrations.vllm.config import is_ours
-from w4a8.ops import BLOCK_TOKENS, LATENT_SIZES, attention_block_bytes, paged_attention, paged_attention_write
+from w4a8.ops import BLOCK_TOKENS, LATENT_SIZES, paged_attention, paged_attention_write
 
 _STOCK_TOKENS = 16  # of a page, of vLLM's operator
 
@@ -57,8 +57,9 @@ class LatentImpl(CPUMLAImpl):
             return
         slots = slot_mapping.flatten()
         key = torch.cat([kv_c_normed, k_pe.squeeze(1)], dim=-1)
-        if (slots < 0).any():  # padding
-            key, slots = key[slots >= 0], slots[slots >= 0]
+        valid = slots >= 0
+        if not valid.all():  # padding
+            key, slots = key[valid], slots[valid]
         key = key[:, None]
         page = kv_cache.shape[1]
         paged_attention_write(
@@ -87,10 +88,7 @@ class LatentImpl(CPUMLAImpl):
 
     def blocks(self, kv_cache: torch.Tensor) -> torch.Tensor:
         """uint8 [pages, 1, bytes]: vLLM's [pages, tokens, channels], of which the end is unused in float32."""
-        cache = kv_cache.view(torch.uint8)
-        pages, tokens, _ = cache.shape
-        bytes_ = tokens // BLOCK_TOKENS * attention_block_bytes(LATENT, self.head_size, self.kv_lora_rank)
-        return cache.as_strided((pages, 1, bytes_), (cache.stride(0), bytes_, 1))
+        return attention.blocks_of(kv_cache[:, None], LATENT, self.head_size, self.kv_lora_rank)
 
 
 class LatentBackend(CPUMLABackend):
