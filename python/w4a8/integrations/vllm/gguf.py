@@ -29,6 +29,7 @@ from w4a8.checkpoint.gguf_file import gguf_in
 from w4a8.checkpoint.gguf_linear import GGUFLinears
 from w4a8.checkpoint.gguf_names import Source
 from w4a8.core.memory import on_cpu
+from w4a8.core.threads import call_each
 from w4a8.integrations.selftest import missing, more_to_implement
 from w4a8.integrations.vllm.config import joined_from
 from w4a8.integrations.vllm.gguf_folder import (
@@ -209,7 +210,8 @@ class _Filled:
         params = {id(param): name for name, param in self.params.items()}
         packed = [module for module in self.here.values() if hasattr(module, "w4a8_gguf")]
         mine = {params.pop(id(param), None) for module in packed for param in module.parameters(recurse=False)}
-        taken = [name for module in packed for name in module.w4a8_gguf.load(module)]
+        read = call_each(lambda module: module.w4a8_gguf.load(module), packed)
+        taken = [name for names in read for name in names]
         embeddings = self._fill_embeddings(set(taken))
         mine |= {params[id(param)] for _, param in embeddings}
         came = self.model.load_weights(self._others({*taken, *(name for name, _ in embeddings)}))
