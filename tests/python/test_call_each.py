@@ -42,7 +42,7 @@ def test_the_first_error_in_order_is_raised_and_the_rest_is_left_out():
             raise ValueError(f"item {item}")
         threading.Event().wait(0.01)  # the calls of all items take 5 s
 
-    with pytest.raises(ValueError, match="^item 0$"):
+    with pytest.raises(ValueError, match=r"^item 0$"):
         call_each(call, list(range(1000)))
     assert 999 not in called
     assert torch.get_num_threads() == 2
