@@ -54,7 +54,12 @@ def has_amx() -> bool:
 
 class Engine:
     def __init__(
-        self, model: str, load_format: str = "dummy", max_model_len: int = 2560, load_strategy: str | None = None
+        self,
+        model: str,
+        load_format: str = "dummy",
+        max_model_len: int = 2560,
+        load_strategy: str | None = None,
+        **more: object,
     ) -> None:
         from vllm import LLM
 
@@ -67,9 +72,10 @@ class Engine:
             max_num_seqs=8,
             enable_prefix_caching=False,
             seed=0,
+            **more,
         )
-        folder = Path(model).parent if Path(model).is_file() else Path(model)
-        self.vocabulary = json.loads((folder / "config.json").read_text())["vocab_size"]
+        self.vocabulary = self.llm.llm_engine.model_config.get_vocab_size()
+        self.answers: dict[int, list[int]] = {}  # of the last question: by the first token of a prompt
 
     def generate(self, batch: int, prompt: int, tokens: int) -> tuple[float, float]:
         """Seconds until all sequences have their first token, and from there to the end."""
@@ -77,9 +83,11 @@ class Engine:
 
         parameters = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         engine = self.llm.llm_engine
+        firsts, self.answers = {}, {}
         begun = time.perf_counter()
         for b in range(batch):
             ids = [(7919 * (i + 1) * (b + 1)) % self.vocabulary for i in range(prompt)]
+            firsts[str(b)] = ids[0]
             engine.add_request(str(b), {"prompt_token_ids": ids}, parameters)
         answering: set[str] = set()
         first = begun
@@ -88,6 +96,7 @@ class Engine:
             if len(answering) < batch:
                 answering |= {output.request_id for output in outputs if output.outputs[0].token_ids}
                 first = time.perf_counter()
+            self.answers |= {firsts[output.request_id]: list(output.outputs[0].token_ids) for output in outputs}
         return first - begun, time.perf_counter() - first
 
     def decode(self, batch: int, tokens: int, prompt: int = 8) -> float:

@@ -17,6 +17,7 @@ import w4a8
 from w4a8.command import extras, machine
 from w4a8.command.report import add_json, labelled, show, table
 from w4a8.core.memory import keeps_files_mapped
+from w4a8.core.threads import cpus
 from w4a8.integrations.selftest import operator_problems
 from w4a8.integrations.vllm import settings
 from w4a8.integrations.vllm.versions import reasons_against, untested
@@ -59,7 +60,7 @@ def examine(with_vllm: bool = False) -> dict[str, Any]:
         "machine": platform.machine(),
         "torch": str(torch.__version__),
         "threads": torch.get_num_threads(),
-        "cpu": {"model": machine.cpu_model(), "cpus": machine.cpus(), "numa_nodes": machine.numa_nodes()},
+        "cpu": {"model": machine.cpu_model(), "cpus": cpus(), "numa_nodes": machine.numa_nodes()},
         "features": features,
         "kernels": [{**each, "lacks": sorted(set(each["needs"].split()) - set(features))} for each in w4a8.kernels()],
         "active": active,

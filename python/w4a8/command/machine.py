@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from pathlib import Path
@@ -26,11 +25,6 @@ def cpu_model() -> str:
     """The system's name of the CPU."""
     lines = (line.partition(":") for line in _text("/proc/cpuinfo").splitlines())
     return next((value.strip() for name, _, value in lines if name.strip() == "model name"), platform.processor())
-
-
-def cpus() -> int:
-    """The number of CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def numa_nodes() -> int:

@@ -1,4 +1,4 @@
-"""Threads: how many torch uses, and several calls at a time."""
+"""CPUs of the process, threads of torch, and several calls at a time."""
 
 from __future__ import annotations
 
@@ -11,6 +11,11 @@ from typing import TypeVar
 import torch
 
 _Item, _Result = TypeVar("_Item"), TypeVar("_Result")
+
+
+def cpus() -> int:
+    """The number of CPUs that the calling thread may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
@@ -33,14 +38,8 @@ def call_each(call: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[
     Raises:
         What the first failing ``call`` raises, in the order of ``items``. Calls that have not begun are left out.
     """
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    threads = min(torch.get_num_threads(), cpus, len(items))
+    threads = min(torch.get_num_threads(), cpus(), len(items))
     if threads < 2:
         return [call(item) for item in items]
     with one_thread(), ThreadPoolExecutor(threads) as pool:
-        calls = [pool.submit(call, item) for item in items]
-        try:
-            return [each.result() for each in calls]
-        finally:
-            for each in calls:
-                each.cancel()
+        return list(pool.map(call, items))
