@@ -13,19 +13,7 @@ from w4a8.formats.gptq import from_gptq
 from w4a8.formats.matrix import Tensors
 from w4a8.formats.mxfp4 import BLOCK as MX_BLOCK
 from w4a8.formats.nvfp4 import BLOCK as NV_BLOCK
-from w4a8.formats.rules import (
-    WHERE,
-    BaseRules,
-    bits_field,
-    first_of,
-    flag_field,
-    group_size_field,
-    objects,
-    pattern,
-    patterns,
-    rules_for,
-    strings,
-)
+from w4a8.formats.rules import WHERE, BaseRules, Fields, objects, pattern, patterns, rules_for, strings
 from w4a8.formats.scheme import LeftOut, Scheme
 
 
@@ -98,31 +86,31 @@ class AutoRoundRules(BaseRules):
             return LeftOut.not_quantized(module, f"{self._blocks_key} does not name its block")
         return self.left_out_head(module) or self.default
 
-    def scheme(self, config: Mapping[str, Any]) -> Scheme:
-        kind, key = first_of(config, ("data_type",), "int")
+    def scheme(self, fields: Fields) -> Scheme:
+        kind, key = fields.first("data_type", default="int")
         if isinstance(kind, str) and ("mx_fp" in kind or "nv_fp" in kind):
-            return self._floats(config, "mxfp4" if "mx_fp" in kind else "nvfp4")
-        bits = bits_field(*first_of(config, ("bits",)), 4, 8)
+            return self._floats(fields, "mxfp4" if "mx_fp" in kind else "nvfp4")
+        bits = fields.bits("bits", allowed=(4, 8))
         check_field(kind == "int", key, kind, "'int'")
-        group = group_size_field(*first_of(config, ("group_size",), 128))
-        symmetric = flag_field(*first_of(config, ("sym",), True))
-        packing, key = first_of(config, ("packing_format",), "auto_round:auto_gptq")
+        group = fields.group_size("group_size")
+        symmetric = fields.flag("sym", default=True)
+        packing, key = fields.first("packing_format", default="auto_round:auto_gptq")
         found = packing_of(packing) if isinstance(packing, str) else None
         check_field(found is not None, key, packing, "auto_round:auto_gptq or auto_round:auto_awq")
         if found[0] == "awq":
-            bits_field(*first_of(config, ("bits",)), 4)
-        inputs, key = first_of(config, ("act_bits",), 16)
-        valid = inputs in (16, 32) or (inputs == 8 and config.get("act_dynamic") is not False)
+            fields.bits("bits", allowed=(4,))
+        inputs, key = fields.first("act_bits", default=16)
+        valid = inputs in (16, 32) or (inputs == 8 and fields.first("act_dynamic")[0] is not False)
         check_field(valid, key, inputs, "16, or 8")
         weight_only = None if inputs == 8 else f"{WHERE}.act_bits is {inputs}"
         return Scheme(found[0], group, symmetric, found[1], weight_only=weight_only, bits=bits)
 
-    def _floats(self, config: Mapping[str, Any], form: str) -> Scheme:
-        bits_field(*first_of(config, ("bits",)), 4)
+    def _floats(self, fields: Fields, form: str) -> Scheme:
+        fields.bits("bits", allowed=(4,))
         block = MX_BLOCK if form == "mxfp4" else NV_BLOCK
-        group, key = first_of(config, ("group_size",), block)
+        group, key = fields.first("group_size", default=block)
         check_field(group == block, key, group, str(block))
-        packing, key = first_of(config, ("packing_format",), "auto_round:llm_compressor")
+        packing, key = fields.first("packing_format", default="auto_round:llm_compressor")
         check_field(packing == "auto_round:llm_compressor", key, packing, "'auto_round:llm_compressor'")
         kind = "mx_fp" if form == "mxfp4" else "nv_fp"
         return Scheme(f"{form}-pack-quantized", block, True, weight_only=f"{WHERE}.data_type is {kind!r}")

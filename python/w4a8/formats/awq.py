@@ -12,26 +12,8 @@ from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix
 from w4a8.core.nibbles import CODES, word_bytes, word_codes
 from w4a8.formats.format import Format, Part, register
-from w4a8.formats.matrix import (
-    Tensors,
-    checked_zeros,
-    expect_shape,
-    groups_of,
-    take,
-    take_bias,
-    take_scales,
-)
-from w4a8.formats.rules import (
-    WHERE,
-    BaseRules,
-    bits_field,
-    first_of,
-    flag_field,
-    group_size_field,
-    named,
-    rules_for,
-    strings,
-)
+from w4a8.formats.matrix import SCALES_AND_ZEROS, Tensors, scales_and_zeros, take, take_bias
+from w4a8.formats.rules import WHERE, BaseRules, Fields, named, rules_for, strings
 from w4a8.formats.scheme import LeftOut, Scheme
 
 # Code i of word c is output feature 8 c + ORDER[i]; output feature 8 c + j is code INVERSE[j] of word c.
@@ -77,15 +59,10 @@ def from_awq(tensors: Tensors, name: str, group_size: int, symmetric: bool = Fal
     """
     weight = take(tensors, name, "qweight", (torch.int32,), 2)
     features, rows = weight.shape[0], CODES * weight.shape[1]
-    groups = groups_of(features, group_size, name, "qweight")
-    why = f"{features} x {rows} features in groups of {group_size}"
-    scales = take_scales(tensors, name, "scales", (groups, rows), why)
-    zeros = None
-    if tensors.get("qzeros") is not None or not symmetric:
-        words = take(tensors, name, "qzeros", (torch.int32,), 2)
-        expect_shape(words.shape, name, "qzeros", (groups, rows // CODES), why)
-        zeros = checked_zeros(output_features(words).T, name, "qzeros", symmetric)
-    return Matrix(output_nibbles(weight), scales.T.contiguous(), zeros, Kind.INT4, take_bias(tensors, name, rows))
+    scales, zeros = scales_and_zeros(
+        tensors, name, (features, rows), group_size, symmetric, lambda words: output_features(words).T
+    )
+    return Matrix(output_nibbles(weight), scales, zeros, Kind.INT4, take_bias(tensors, name, rows))
 
 
 AWQ = register(
@@ -93,8 +70,7 @@ AWQ = register(
         "awq",
         (
             Part("qweight", "weight", torch.int32, ("k", "n"), 1),
-            Part("scales", "weight_scale", torch.float32, ("g", "n")),
-            Part("qzeros", "zero_points", torch.int32, ("g", "n"), 1),
+            *SCALES_AND_ZEROS,
         ),
         lambda tensors, name, scheme: from_awq(tensors, name, scheme.group_size, scheme.symmetric),
         spare_zeros=lambda words, scheme: output_features(words).T,
@@ -117,11 +93,11 @@ class AwqRules(BaseRules):
             return LeftOut.not_quantized(module, f"{WHERE}.modules_to_not_convert has {shorten(entry)}")
         return self.left_out_head(module) or self.default
 
-    def scheme(self, config: Mapping[str, Any]) -> Scheme:
-        bits_field(*first_of(config, ("bits", "w_bit")), 4)
-        group = group_size_field(*first_of(config, ("group_size", "q_group_size"), 128))
-        zeros = flag_field(*first_of(config, ("zero_point",), True))
-        version, key = first_of(config, ("version", "format"), "gemm")
+    def scheme(self, fields: Fields) -> Scheme:
+        fields.bits("bits", "w_bit", allowed=(4,))
+        group = fields.group_size("group_size", "q_group_size")
+        zeros = fields.flag("zero_point", default=True)
+        version, key = fields.first("version", "format", default="gemm")
         valid = isinstance(version, str) and version.lower() == "gemm"
         check_field(valid, key, version, "'gemm'")
         return Scheme("awq", group, not zeros, weight_only=f"{WHERE}.quant_method is 'awq'")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,29 +14,8 @@ from w4a8.core.matrix import Matrix
 from w4a8.core.nibbles import word_bytes, word_codes
 from w4a8.core.patterns import Pattern
 from w4a8.formats.format import Format, Part, register
-from w4a8.formats.matrix import (
-    Tensors,
-    check_g_idx,
-    checked_zeros,
-    expect_shape,
-    groups_of,
-    take,
-    take_bias,
-    take_scales,
-)
-from w4a8.formats.rules import (
-    WHERE,
-    BaseRules,
-    bits_field,
-    first_of,
-    flag_field,
-    group_size_field,
-    named,
-    objects,
-    pattern,
-    rules_for,
-    strings,
-)
+from w4a8.formats.matrix import SCALES_AND_ZEROS, Tensors, check_g_idx, scales_and_zeros, take, take_bias
+from w4a8.formats.rules import WHERE, BaseRules, Fields, named, objects, pattern, rules_for, strings
 from w4a8.formats.scheme import LeftOut, Scheme
 
 
@@ -66,19 +46,12 @@ def from_gptq(tensors: Tensors, name: str, group_size: int, symmetric: bool, ver
     weight = take(tensors, name, "qweight", (torch.int32,), 2)
     in_word = 32 // bits
     features, rows = in_word * weight.shape[0], weight.shape[1]
-    groups = groups_of(features, group_size, name, "qweight")
-    why = f"{features} x {rows} features in groups of {group_size}"
-    scales = take_scales(tensors, name, "scales", (groups, rows), why)
-    zeros = None
-    if tensors.get("qzeros") is not None or not symmetric:
-        if rows % in_word != 0:
-            raise ValueError(f"{name}.qzeros: {rows} output features are not whole words of {in_word}")
-        words = take(tensors, name, "qzeros", (torch.int32,), 2)
-        expect_shape(words.shape, name, "qzeros", (groups, rows // in_word), why)
-        zeros = checked_zeros(stored_zeros(words, version, bits), name, "qzeros", symmetric, bits)
+    scales, zeros = scales_and_zeros(
+        tensors, name, (features, rows), group_size, symmetric, partial(stored_zeros, version=version, bits=bits), bits
+    )
     check_g_idx(tensors, name, "g_idx", features, group_size)
     bias = take_bias(tensors, name, rows)
-    return Matrix(word_bytes(weight.T), scales.T.contiguous(), zeros, integers_of(bits), bias)
+    return Matrix(word_bytes(weight.T), scales, zeros, integers_of(bits), bias)
 
 
 def stored_zeros(words: torch.Tensor, version: int, bits: int) -> torch.Tensor:
@@ -97,8 +70,7 @@ GPTQ = register(
         "gptq",
         (
             Part("qweight", "weight", torch.int32, ("k", "n"), 0),
-            Part("scales", "weight_scale", torch.float32, ("g", "n")),
-            Part("qzeros", "zero_points", torch.int32, ("g", "n"), 1),
+            *SCALES_AND_ZEROS,
             Part("g_idx", "g_idx", torch.int32, ("k",)),
         ),
         _read,
@@ -137,14 +109,14 @@ class GptqRules(BaseRules):
             return LeftOut.not_quantized(module, f"{WHERE}.modules_in_block_to_quantize does not name it")
         return self.default
 
-    def scheme(self, config: Mapping[str, Any]) -> Scheme:
-        bits = bits_field(*first_of(config, ("bits",)), 4, 8)
-        group = group_size_field(*first_of(config, ("group_size",), 128))
-        symmetric = flag_field(*first_of(config, ("sym",), True))
-        ordered = flag_field(*first_of(config, ("desc_act",), False))
-        words, key = first_of(config, ("pack_dtype",), "int32")
+    def scheme(self, fields: Fields) -> Scheme:
+        bits = fields.bits("bits", allowed=(4, 8))
+        group = fields.group_size("group_size")
+        symmetric = fields.flag("sym", default=True)
+        ordered = fields.flag("desc_act", default=False)
+        words, key = fields.first("pack_dtype", default="int32")
         check_field(words == "int32", key, words, "'int32'")
-        form, key = first_of(config, ("checkpoint_format", "format"), "gptq")
+        form, key = fields.first("checkpoint_format", "format", default="gptq")
         form = form.lower() if isinstance(form, str) else form
         check_field(form in ("gptq", "gptq_v2"), key, form, "'gptq' or 'gptq_v2'")
         version = 2 if form == "gptq_v2" else 1

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
+
+from w4a8.formats.format import Part
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -106,6 +108,48 @@ def checked_zeros(zeros: torch.Tensor, name: str, suffix: str, symmetric: bool, 
             f"{name}.{suffix}: zero points in [{low}, {high}], but the configuration says symmetric, which is {middle}"
         )
     return zeros.to(torch.uint8).contiguous()
+
+
+SCALES_AND_ZEROS = (
+    Part("scales", "weight_scale", torch.float32, ("g", "n")),
+    Part("qzeros", "zero_points", torch.int32, ("g", "n"), 1),
+)
+
+
+def scales_and_zeros(
+    tensors: Tensors,
+    name: str,
+    shape: tuple[int, int],
+    group_size: int,
+    symmetric: bool,
+    zeros_of: Callable[[torch.Tensor], torch.Tensor],
+    bits: int = 4,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scales [N, G] and zero points uint8 [N, G] of GPTQ and AWQ, from :data:`SCALES_AND_ZEROS`.
+
+    Args:
+        tensors: by the last parts of their names.
+        name: of the matrix, for errors.
+        shape: (K, N).
+        group_size: -1 for one group.
+        symmetric: the configuration says that zero points are the middle of the codes; then ``qzeros`` may be missing.
+        zeros_of: makes zero points [N, G] of ``qzeros``, int32 [G, N / codes in a word].
+        bits: of a code.
+
+    Raises:
+        ValueError: a tensor is missing, has another dtype or shape, or values that the formats do not have.
+    """
+    features, rows = shape
+    groups, in_word = groups_of(features, group_size, name, "qweight"), 32 // bits
+    why = f"{features} x {rows} features in groups of {group_size}"
+    scales = take_scales(tensors, name, "scales", (groups, rows), why).T.contiguous()
+    if tensors.get("qzeros") is None and symmetric:
+        return scales, None
+    if rows % in_word != 0:
+        raise ValueError(f"{name}.qzeros: {rows} output features are not whole words of {in_word}")
+    words = take(tensors, name, "qzeros", (torch.int32,), 2)
+    expect_shape(words.shape, name, "qzeros", (groups, rows // in_word), why)
+    return scales, checked_zeros(zeros_of(words), name, "qzeros", symmetric, bits)
 
 
 def check_g_idx(tensors: Tensors, name: str, suffix: str, features: int, group_size: int) -> None:

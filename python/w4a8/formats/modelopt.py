@@ -19,11 +19,7 @@ ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
 
 @rules_for("modelopt", file="hf_quant_config.json")
 class ModelOptRules:
-    """``quant_method: modelopt``: NVFP4 in all modules, or in MIXED_PRECISION in those that the configuration names.
-
-    Attributes:
-        default: how a module is stored that no entry names.
-    """
+    """``quant_method: modelopt``: NVFP4 in all modules, or in MIXED_PRECISION in those that the configuration names."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Reads a quantization_config, or hf_quant_config.json, which has the same keys inside ``quantization``.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix
 from w4a8.formats.format import Format, Part, register
 from w4a8.formats.matrix import Tensors, expect_shape, take, take_bias, take_blocks
-from w4a8.formats.rules import WHERE, BaseRules, patterns, rules_for
+from w4a8.formats.rules import WHERE, BaseRules, Fields, patterns, rules_for
 from w4a8.formats.scheme import LeftOut, Scheme
 
 BLOCK = 32
@@ -97,44 +97,25 @@ def _features(blocks: tuple[int, ...], name: str) -> tuple[int, int]:
     return blocks[0], BLOCK * blocks[1]
 
 
-def _codes(suffix: str) -> Part:
-    return Part(suffix, "weight", torch.uint8, ("n", "k"), 1)
-
-
-def _exponents(suffix: str) -> Part:
-    return Part(suffix, "weight_scale", torch.uint8, ("n", "g"))
-
-
-MXFP4 = register(
-    Format(
-        "mxfp4",
-        (_codes("blocks"), _exponents("scales")),
-        lambda tensors, name, scheme: from_mxfp4(tensors, name),
-        kind=Kind.E2M1,
-        features=_features,
-        is_stacked=True,
+def _register(name: str, read: Callable[[Tensors, str], Matrix], codes: str, scales: str, **facts: Any) -> Format:
+    """A format of MXFP4 whose codes and exponents are tensors of these names; ``others`` are tensors besides."""
+    parts = (
+        Part(codes, "weight", torch.uint8, ("n", "k"), 1),
+        Part(scales, "weight_scale", torch.uint8, ("n", "g")),
+        *facts.pop("others", ()),
     )
-)
-MXFP4_PACK = register(
-    Format(
-        "mxfp4-pack-quantized",
-        (_codes("weight_packed"), _exponents("weight_scale")),
-        lambda tensors, name, scheme: from_mxfp4_pack_quantized(tensors, name),
-        kind=Kind.E2M1,
-    )
-)
-QUARK_MXFP4 = register(
-    Format(
-        "quark-mxfp4",
-        (
-            _codes("weight"),
-            _exponents("weight_scale"),
-            Part("input_rotation", "input_scale", torch.float32, ("k", "k")),
-        ),
-        lambda tensors, name, scheme: from_quark_mxfp4(tensors, name),
-        kind=Kind.E2M1,
-        unused=("input_scale",),
-    )
+    return register(Format(name, parts, lambda tensors, name, _: read(tensors, name), Kind.E2M1, **facts))
+
+
+MXFP4 = _register("mxfp4", from_mxfp4, "blocks", "scales", features=_features, is_stacked=True)
+MXFP4_PACK = _register("mxfp4-pack-quantized", from_mxfp4_pack_quantized, "weight_packed", "weight_scale")
+QUARK_MXFP4 = _register(
+    "quark-mxfp4",
+    from_quark_mxfp4,
+    "weight",
+    "weight_scale",
+    others=(Part("input_rotation", "input_scale", torch.float32, ("k", "k")),),
+    unused=("input_scale",),
 )
 
 
@@ -153,5 +134,5 @@ class Mxfp4Rules(BaseRules):
             return LeftOut.not_quantized(module, f"{WHERE}.modules_to_not_convert names it")
         return self.default
 
-    def scheme(self, config: Mapping[str, Any]) -> Scheme:
+    def scheme(self, fields: Fields) -> Scheme:
         return Scheme(MXFP4.name, BLOCK, True, weight_only=f"{WHERE}.quant_method is 'mxfp4'")

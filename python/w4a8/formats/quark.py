@@ -16,11 +16,7 @@ from w4a8.formats.scheme import LeftOut, Scheme, scheme_or_left_out
 
 @rules_for("quark")
 class QuarkRules:
-    """``quant_method: quark``: MXFP4 weights, in all modules or in those that the configuration names.
-
-    Attributes:
-        default: how a module is stored that no entry names.
-    """
+    """``quant_method: quark``: MXFP4 weights, in all modules or in those that the configuration names."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Reads a quantization_config.

@@ -40,7 +40,10 @@ def rules_for(method: str, file: str | None = None) -> Callable[[Any], Any]:
 
 
 class Rules(Protocol):
-    """How a configuration says that each module is stored."""
+    """How a configuration says that each module is stored.
+
+    Rules may have an attribute ``default``: how a module is stored that no entry of the configuration names.
+    """
 
     def of(self, module: str) -> Scheme | LeftOut:
         """How a module is stored.
@@ -149,28 +152,36 @@ def scheme_of(
     return found
 
 
-def group_size_field(value: object, key: str) -> int:
-    check_field(is_group_size(value), key, value, f"-1, {GROUP_SIZES}")
-    return value
+class Fields:
+    """The values of a quantization_config that most methods have, read and checked. Errors name the key."""
 
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self._config = config
 
-def bits_field(value: object, key: str, *allowed: int) -> int:
-    valid = isinstance(value, int) and not isinstance(value, bool) and value in allowed
-    check_field(valid, key, value, " or ".join(map(str, allowed)))
-    return value
+    def first(self, *names: str, default: object = None) -> tuple[Any, str]:
+        """The value of the first of ``names`` that is not null or missing, else ``default``; and the value's key."""
+        name = next((name for name in names if self._config.get(name) is not None), names[0])
+        value = self._config.get(name)
+        return default if value is None else value, f"{WHERE}.{name}"
 
+    def bits(self, *names: str, allowed: tuple[int, ...]) -> int:
+        """Bits of a code."""
+        value, key = self.first(*names)
+        valid = isinstance(value, int) and not isinstance(value, bool) and value in allowed
+        check_field(valid, key, value, " or ".join(map(str, allowed)))
+        return value
 
-def flag_field(value: object, key: str) -> bool:
-    check_field(isinstance(value, bool), key, value, "true or false")
-    return value
+    def group_size(self, *names: str) -> int:
+        """Input features of a group, -1 for all of them; 128 if the configuration does not say."""
+        value, key = self.first(*names, default=128)
+        check_field(is_group_size(value), key, value, f"-1, {GROUP_SIZES}")
+        return value
 
-
-def first_of(config: Mapping[str, Any], names: Iterable[str], default: object = None) -> tuple[Any, str]:
-    """The first value of ``names`` in ``config`` that is not null or missing, else ``default``; and its key."""
-    names = tuple(names)
-    name = next((name for name in names if config.get(name) is not None), names[0])
-    value = config.get(name)
-    return default if value is None else value, f"{WHERE}.{name}"
+    def flag(self, name: str, default: bool) -> bool:
+        """True or false."""
+        value, key = self.first(name, default=default)
+        check_field(isinstance(value, bool), key, value, "true or false")
+        return value
 
 
 def strings(config: Mapping[str, Any], name: str) -> list[str]:
@@ -203,11 +214,7 @@ def objects(config: Mapping[str, Any], name: str) -> dict[str, Mapping[str, Any]
 
 
 class BaseRules:
-    """Rules with one scheme for all modules, and exceptions.
-
-    Attributes:
-        default: how a module is stored that no exception names.
-    """
+    """Rules with one scheme for all modules, and exceptions."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Reads a quantization_config.
@@ -224,9 +231,9 @@ class BaseRules:
 
     def attempt(self, changes: Mapping[str, Any], where: str) -> Scheme | LeftOut:
         """How a module is stored with ``changes`` to the configuration; ``where`` follows the reason in messages."""
-        return scheme_or_left_out(partial(self.scheme, {**self.config, **changes}), where)
+        return scheme_or_left_out(partial(self.scheme, Fields({**self.config, **changes})), where)
 
-    def scheme(self, config: Mapping[str, Any]) -> Scheme:
+    def scheme(self, fields: Fields) -> Scheme:
         raise NotImplementedError
 
     def left_out_head(self, module: str) -> LeftOut | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from inspect import signature
+from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
@@ -63,7 +65,7 @@ def random_matrix(rows: int, columns: int, group_size: int, form: PackedAs, has_
 
 
 def loaded_parts(scheme: Scheme) -> dict[str, Part]:
-    """The tensors from vLLM's loaders, without ``weight_shape``, by vLLM's last parts of their names.
+    """The tensors from vLLM's loaders, without ``weight_shape``, by the last part of vLLM's names.
 
     Zero points of a symmetric scheme are included if the files have some. vLLM names the tensors of a stack of all
     experts by their kind.
@@ -80,20 +82,12 @@ def form_of(scheme: Scheme) -> PackedAs:
     return PackedAs(scheme.kind, zero_points=not scheme.symmetric, channel_scales=scheme.channel_scales)
 
 
-def load_expert(
-    layer: torch.nn.Module,
-    param: torch.Tensor,
-    loaded_weight: torch.Tensor,
-    weight_name: str,
-    shard_id: str | None,
-    expert_id: int | None,
-    return_success: bool = False,
-) -> bool | None:
+def load_expert(layer: torch.nn.Module, *args: Any, **kwargs: Any) -> bool | None:
     """``layer.w4a8_loader`` in vLLM's form of a parameter's loader: bound to its layer, with a name.
 
     vLLM keeps loaders for loading other weights. They must not keep the layer alive; vLLM can untie bound methods.
     """
-    return layer.w4a8_loader(param, loaded_weight, weight_name, shard_id, expert_id, return_success)
+    return layer.w4a8_loader(*args, **kwargs)
 
 
 load_expert.supports_moe_loading = True  # vLLM asks for it
@@ -256,3 +250,6 @@ class ExpertsLoader:
             if have != want:
                 lacking.append(f"{name}: {have} of {want} tensors")
         return lacking
+
+
+load_expert.__signature__ = signature(ExpertsLoader.__call__)  # by which vLLM binds the arguments of a call

@@ -128,10 +128,8 @@ class W4A8PackedLinearMethod(_TakesPacked, LinearMethodBase):
         layer: torch.nn.Module,
         input_size_per_partition: int,
         output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
+        *_: Any,
+        **__: Any,
     ) -> None:
         """Registers ``weight_packed``, uint8 [bytes].
 
