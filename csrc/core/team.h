@@ -1,5 +1,5 @@
-// A team of threads for work of microseconds. Threads take tasks when they are free. Nobody waits for a thread that has
-// not come.
+// A team of threads for work of microseconds. Threads take tasks when they are free. A run never waits for a
+// thread that holds no task.
 #pragma once
 
 #include <atomic>

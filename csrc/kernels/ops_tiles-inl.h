@@ -98,8 +98,8 @@ struct OpsTiles {
   static void tile(int64_t count, const TileArgs& t) { pick(count, t.columns, *t.panels)(t); }
 };
 
-// GemmFn of an ISA that brings Ops alone. More rows than one tile of packed weights has get scratch: that they do says
-// that unpacking costs. Bytes are read as they are packed, and so is iq4, whose bytes VPMADDUBSW could not multiply.
+// GemmFn of an ISA that brings Ops alone. The core passes scratch for more rows than one tile of packed weights
+// has, and only where unpacking costs. Bytes are read as they are packed, and so is iq4, whose bytes VPMADDUBSW could not multiply.
 template <class Ops>
 void gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
           uint8_t* scratch) {

@@ -90,8 +90,9 @@ W4A8_INLINE void finish_channelwise(const TileArgs& t, typename Ops::I (&acc)[R]
   });
 }
 
-// docs/numerics.md section 3, after the sum over the groups. kMayScale: there may be channel scales. Where activations
-// have scales along k, W and the zero point are 0, and recip is 1 or 2^24 (RowQuant), times a router weight if given.
+// docs/numerics.md section 3, after the sum over the groups. kMayScale: there may be channel scales. W is the sum
+// of weights in the panel. With activation groups W and the zero point are 0, and recip is 1 or 2^24 (RowQuant), times a
+// router weight if given.
 template <class Ops, int R, int C, bool kMayScale>
 W4A8_INLINE void finish_groups(const TileArgs& t, typename Ops::F (&f)[R][C][Ops::kVecs]) {
   const Panels& p = *t.panels;
@@ -117,7 +118,7 @@ W4A8_INLINE void finish_groups(const TileArgs& t, typename Ops::F (&f)[R][C][Ops
   });
 }
 
-// What accumulators start at without zero points. part: of the chunk. kScaled: Rows::starts are.
+// What accumulators start at without zero points. part: of the chunk. kScaled: Rows::starts include kSumBits.
 template <class Ops, int R, int C, Code kCode, bool kScaled>
 W4A8_INLINE void start_accumulators(const TileArgs& t, int64_t part, typename Ops::I (&acc)[R][C][Ops::kVecs]) {
   for_each<R, C, Ops::kVecs>([&](int r, int c, int v) W4A8_LAMBDA {

@@ -12,6 +12,8 @@ from tool_formats import pairs, parts_of
 
 import w4a8
 from w4a8.nn import W4A8Experts, W4A8Linear
+from w4a8.nn.linear import linear_class
+from w4a8.nn.packed import PackedLinear
 from w4a8.quantization import DEFAULT_SKIP
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
@@ -46,7 +48,10 @@ def packed(form, *stored, bias=None, asked=None):
             more["zero_points"] = torch.cat([parts.zeros for parts in each]).to(torch.uint8)
     group = k // scales.shape[1]
     more["activation_group"] = default_activation_group(group, k) if asked is None else asked
-    return w4a8.dyn_quant_pack_4bit_weight(pairs(codes), scales, bias, group, k, n, **more), group
+    if form.bits == 8:
+        more["values"] = "int8"
+    codes = pairs(codes) if form.bits == 4 else codes.to(torch.uint8)
+    return w4a8.dyn_quant_pack_4bit_weight(codes, scales, bias, group, k, n, **more), group
 
 
 def skeleton(directory, name, **options):
@@ -90,7 +95,7 @@ def write(directory, name, form, group=32, skip=DEFAULT_SKIP, denied=None, dtype
             n, k = module.out_features, module.in_features
             bias = torch.randn(n).bfloat16() if w4a8.read_header(module.packed)["has_bias"] else None
             matrix, size = packed(form, add(key, n, k, bias), bias=bias, asked=asked)
-            new = W4A8Linear(matrix, k, n, size)
+            new = linear_class(f"int{form.bits}")(matrix, k, n, size)
         elif isinstance(module, W4A8Experts):
             w13, w2, hidden, inter = [], [], module.hidden_size, module.intermediate_size
             for expert in range(module.num_experts):
@@ -114,7 +119,7 @@ def load(directory):
 def check(directory, want):
     """The modules and the logits; and again from where it was saved packed."""
     model = load(directory / "theirs")
-    ours = {name for name, module in want.named_modules() if isinstance(module, (W4A8Linear, W4A8Experts))}
+    ours = {name for name, module in want.named_modules() if isinstance(module, (PackedLinear, W4A8Experts))}
     for name, module in want.named_modules():
         assert type(model.get_submodule(name)) is type(module)
     assert set(model.hf_quantizer.report.replaced) == ours
@@ -125,7 +130,7 @@ def check(directory, want):
     return model
 
 
-@pytest.mark.parametrize("name", [*FORMATS, *FLOATS])
+@pytest.mark.parametrize("name", ALL_FORMATS)
 def test_formats(name, tmp_path):
     """The codes, none of them changed, every zero point, scales that bfloat16 would round; experts, and biases."""
     form = ALL_FORMATS[name]
@@ -140,7 +145,8 @@ def test_formats(name, tmp_path):
         found = [part for key, part in model.named_buffers() if key.endswith("packed")]
         headers = [w4a8.read_header(part.reshape(-1, part.shape[-1])[0]) for part in found]
         assert headers and all(header["has_zero_points"] != form.symmetric for header in headers)
-        assert all((header["values"] == "e2m1") == (form.block is not None) for header in headers)
+        values = "e2m1" if name in FLOATS else f"int{form.bits}"
+        assert all(header["values"] == values for header in headers)
 
 
 @pytest.mark.parametrize(

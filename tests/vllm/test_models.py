@@ -189,23 +189,28 @@ def test_says_what_it_runs(results):
     runs, log = results
     lines = re.findall(r"w4a8: (runs .*)", log)
     assert len(lines) == len(runs)
+    found = {
+        (name, re.sub(r"^\d+ ", "", kind))
+        for line in lines
+        for name, kinds in re.findall(r"(linear|experts|output layer)s?(?: layers?)? \(([^)]*)\)", line)
+        for kind in kinds.split(", ")
+    }
     for part in (
-        "layers of experts (int4 in groups of 32)",
-        "layers of experts (int4 channelwise)",
-        "layers of experts (int4 in groups of 64)",
-        "linear layers (int4 in groups of 32)",
-        "linear layers (int8 in groups of 128)",
-        "linear layers (int8 with zero points in groups of 128)",
-        "layers of experts (int4 with zero points in groups of 128)",
-        "layers of experts (int8 in groups of 128)",
-        "layers of experts (int8 with zero points in groups of 32)",
-        "layers of experts (int8 with zero points channelwise)",
-        "layers of experts (MXFP4 in groups of 32)",
-        "layers of experts (NVFP4 in groups of 16)",
-        "linear layers (NVFP4 in groups of 16)",
-        "vLLM runs 1 output layer (not quantized)",
+        ("experts", "int4 in groups of 32"),
+        ("experts", "int4 channelwise"),
+        ("experts", "int4 in groups of 64"),
+        ("linear", "int4 in groups of 32"),
+        ("linear", "int8 in groups of 128"),
+        ("linear", "int8 with zero points channelwise"),
+        ("experts", "int4 with zero points channelwise"),
+        ("experts", "int8 with zero points in groups of 32"),
+        ("experts", "int8 with zero points channelwise"),
+        ("experts", "MXFP4 in groups of 32"),
+        ("experts", "NVFP4 in groups of 16"),
+        ("linear", "NVFP4 in groups of 16"),
+        ("output layer", "not quantized"),
     ):
-        assert any(part in line for line in lines), part
+        assert part in found, (part, sorted(found))
     for message in (
         "w4a8: the output layer is int4 in groups of 32 (W4A8_VLLM_LM_HEAD)",
         *(

@@ -35,7 +35,7 @@ inline constexpr int64_t kMostQueryRows = 96;    ///< of a tile
 
 /// A block: kBlockKeys tokens of one key head. Parts, in this order, and their bytes:
 ///
-///   keys       [key_size / per_item, 64, 4]    item i of token j; int8 is kept as value + 128
+///   keys       [key_size / per_item, 64, 4]    item i of token j; an int8 key is kept as code + 128
 ///   values     [64 / per_item, value_size, 4]  channel c of per_item tokens; kLatent: none
 ///   int8 only:
 ///   key scales   float32 [64]

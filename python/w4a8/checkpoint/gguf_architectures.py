@@ -100,8 +100,8 @@ class Routing:
         renormalize: ``expert_weights_norm``.
         size_key: of an expert's intermediate size.
         activation: between w13 and w2.
-        follows: keys of the router, and the fields of the config that take their values. The router's other keys must
-            have the model's own values, or the file is refused.
+        follows: keys of the router that a file may set freely, and the fields of the config that take their values. Any
+            other key of the router must have the model's own value, or the file is refused.
         has_bias: the router has a correction bias.
         is_known: :func:`w4a8.load`, without a model around the experts, can route so.
         on_input: the weights of experts multiply their input.
