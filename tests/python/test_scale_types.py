@@ -155,7 +155,7 @@ def test_other_scales_into_the_same_bytes(dtype, fits, other, message):
     given = matrix("e2m1", torch.tensor([fits]))
     stack.put(0, 0, given)
     assert_same_bits(stack.pack()[0], given.pack(dtype))
-    with pytest.raises(ValueError, match=f"the scales of expert 0 are {message}, which they are to be kept in"):
+    with pytest.raises(ValueError, match=f"the scales of expert 0 are {message}, but the stack keeps such"):
         MatrixStack(1, 1, 64, 32, packed_as=packed_as).put(0, 0, matrix("e2m1", torch.tensor([other])))
 
 

@@ -49,10 +49,14 @@ class ExpertStacks(Experts):
         self.has_bias = any(f"{name}.bias" in file for name in self.names.values())
         self.bias_dtype = torch.float32 if self.has_bias else None
         if set(self.names) not in ({"gate", "up", "down"}, {"gate_up", "down"}, {"up", "down"}):
-            raise CheckpointError(f"blk.{index} has stacks of {', '.join(self.names)}, expected gate, up, down")
+            raise CheckpointError(
+                f"blk.{index} has the stacks of experts {', '.join(self.names)}, but gate, up, down are expected"
+            )
         self.is_gated = len(self.names) == 3 or "gate_up" in self.names
         if settings is not None and settings.activation.is_gated != self.is_gated:
-            raise CheckpointError(f"blk.{index} has stacks of {', '.join(self.names)}, expected gate, up, down")
+            raise CheckpointError(
+                f"blk.{index} has the stacks of experts {', '.join(self.names)}, but gate, up, down are expected"
+            )
         down = self._shape("down")
         if settings is not None:
             down = settings.num_experts, settings.hidden_size, settings.intermediate_size

@@ -155,7 +155,9 @@ class _Cursor:
 
     def skip(self, count: int, what: str) -> None:
         if count > self.left:
-            raise self.fail(f"{what} has {count} bytes at {self.at}, but the file ends {self.left} bytes behind that")
+            raise self.fail(
+                f"{what} has {count} bytes from byte {self.at} on, but the file has {self.left} bytes there"
+            )
         self.at += count
 
     def bytes(self, count: int, what: str) -> bytes:

@@ -91,7 +91,9 @@ def load(
         NotImplementedError: the operator cannot run a layer, as when tensor parallelism cuts groups; names the sizes.
     """
     if tp_size > 1 and ep_size > 1:
-        raise ValueError("experts are either cut (tp_size) or distributed (ep_size), not both")
+        raise ValueError(
+            f"tp_size is {tp_size} and ep_size is {ep_size}, but one of them must be 1: experts are cut or distributed"
+        )
     check_activation_group(activation_group)
     file, ranks = gguf_in(path), Ranks(tp_rank, tp_size, ep_rank, ep_size)
     if file is not None:

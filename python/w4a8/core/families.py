@@ -31,11 +31,12 @@ class Family:
         layer, attention: classes in vLLM.
         attention_at, mlp_at: attributes of a layer in vLLM; in transformers "self_attn" and "mlp".
         nothing: attributes of a layer or of its attention in vLLM that must be None or False.
-        refuses: fields of transformers' config that must not be set.
+        refuses: fields of the config that must not be set.
         norms: the norms of a layer.
         one_more: a norm multiplies by 1 + weight. vLLM has a class for such norms.
         router: the router's attribute in the module with experts.
         shared: attributes of the module with experts in transformers: the shared expert and its gate; "": none.
+        is_latent: attention is latent (MLA), which runs in one call in vLLM alone.
     """
 
     vllm: str
@@ -51,6 +52,7 @@ class Family:
     one_more: bool = False
     router: str = "gate"
     shared: tuple[str, str] = ("", "")
+    is_latent: bool = False
 
     def classes(self, *ends: str) -> tuple[str, ...]:
         """Module and name of vLLM's classes, by the ends of their names; an empty end is left out."""
@@ -86,4 +88,18 @@ FAMILIES = {
     ),
     "gemma3_text": Family("gemma3.Gemma3", refuses=("use_bidirectional_attention",), norms=_FOUR, one_more=True),
     "glm4_moe": Family("glm4_moe.Glm4Moe", experts="glm4_moe.Glm4MoE", shared=("shared_experts", "")),
+    "deepseek_v2": Family(
+        "deepseek_v2.DeepseekV2",
+        experts="MoE",
+        attention="MLAAttention",
+        refuses=("llama_4_scaling",),
+        is_latent=True,
+    ),
+    "glm4_moe_lite": Family(
+        "glm4_moe_lite.Glm4MoeLite",
+        ("MLP", "glm4_moe.Glm4MoeMLP"),
+        "glm4_moe_lite.Glm4MoeLite",
+        attention="MLAAttention",
+        is_latent=True,
+    ),
 }

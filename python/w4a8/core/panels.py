@@ -43,7 +43,9 @@ class PackedRows:
             IndexError: there is no such row.
         """
         if len(which) and not 0 <= int(which.min()) <= int(which.max()) < self.rows:
-            raise IndexError(f"rows {int(which.min())} to {int(which.max())} are asked for, but 0..{self.rows - 1} are")
+            raise IndexError(
+                f"which has rows {int(which.min())}..{int(which.max())}, but the matrix has rows 0..{self.rows - 1}"
+            )
         found = torch.empty(len(which), self.columns, dtype=dtype)
         step = max(1, AT_ONCE // (PANEL_ROWS * self.columns))
         for begin in range(0, len(which), step):

@@ -194,7 +194,9 @@ class MatrixStack:
             needed = replace(needed, scale_dtype=self._scale_dtype_with(expert, both))
         zeros, kind = tensors.get("zero_points"), needed.kind
         if not needed.zero_points and kind.needed_zero_points(zeros) is not None:
-            self._refuse_if_fixed(f"the zero points of expert {expert} are not {kind.middle}")
+            self._refuse_if_fixed(
+                f"the zero points of expert {expert} are not {kind.middle}, but the stack has no zero points"
+            )
             needed = replace(needed, zero_points=True)
         if needed != self.packed_as:
             self._repack(needed, tensors)
@@ -205,7 +207,9 @@ class MatrixStack:
         dtype, kind = self.packed_as.scale_dtype, self.packed_as.kind
         if self._is_fixed:
             if dtype != torch.float32 and not holds_scales(dtype, scales, kind):
-                self._refuse_if_fixed(f"the scales of expert {expert} are no {scale_type_name(dtype)} values")
+                self._refuse_if_fixed(
+                    f"the scales of expert {expert} are no {scale_type_name(dtype)} values, but the stack keeps such"
+                )
             return dtype
         found = tuple(kept_scale_dtypes(scales, kind, self.group_size, self.columns))
         self._scale_dtypes = tuple(dtype for dtype in self._scale_dtypes or found if dtype in found)
@@ -213,7 +217,7 @@ class MatrixStack:
 
     def _refuse_if_fixed(self, problem: str) -> None:
         if self._is_fixed:
-            raise ValueError(f"{problem}, which they are to be kept in")
+            raise ValueError(problem)
 
     def _store(self, expert: int, tensors: dict[str, torch.Tensor]) -> None:
         packed = pack_as(tensors, self.group_size, self.packed_as)

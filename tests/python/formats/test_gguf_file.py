@@ -139,7 +139,10 @@ BROKEN = {
     "magic": (head(magic=b"GGML"), "does not begin with 'GGUF'"),
     "version": (head(version=2), "version is 2, expected 3"),
     "big endian": (head(version=3 << 24), "version is 50331648, expected 3, little-endian"),
-    "cut in the counts": (head()[:17], "the number of keys has 8 bytes at 16, but the file ends 1 bytes behind"),
+    "cut in the counts": (
+        head()[:17],
+        "the number of keys has 8 bytes from byte 16 on, but the file has 1 bytes there",
+    ),
     "tensors": (head(counts=(1 << 60, 0)), "the number of tensors is 1152921504606846976"),
     "keys": (head(counts=(0, 1 << 60)), "the number of keys is 1152921504606846976"),
     "a long name": (head([struct.pack("<Q", 1 << 60)]), "the name of a key has 1152921504606846976 bytes"),
@@ -217,7 +220,7 @@ def test_strings_take_memory_when_they_are_asked_for(tmp_path):
 @pytest.mark.parametrize(
     ("strings", "message"),
     [
-        (text("x") + struct.pack("<Q", 99), "a has 99 bytes at"),
+        (text("x") + struct.pack("<Q", 99), "a has 99 bytes from byte"),
         (text("x") + text(b"\xff"), "a is no text in UTF-8"),
     ],
 )

@@ -208,7 +208,7 @@ GATE = "blk.1.ffn_gate_exps.weight"
 BLOCKS = gguf_files.random_blocks("Q4_1", (EXPERTS, INTER, HIDDEN), np.random.default_rng(0))
 BROKEN = {
     "no experts": ({"x": torch.ones(4)}, {}, r"holds no stacks of experts \(blk.<n>.ffn_<projection>_exps.weight\)"),
-    "no gate": (replaced(stacks("Q4_0"), GATE, None), {}, "blk.1 has stacks of down, up, expected gate, up, down"),
+    "no gate": (replaced(stacks("Q4_0"), GATE, None), {}, "blk.1 has the stacks of experts down, up, but gate, up"),
     "float": (
         replaced(stacks("Q4_0"), GATE, torch.ones(EXPERTS, INTER, HIDDEN)),
         {},
