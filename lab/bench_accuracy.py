@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from accuracy import in_llama, in_tools, report, text
+from accuracy import in_attention, in_llama, in_tools, report, text
 from accuracy.score import Reference
-from accuracy.ways import SECTIONS, Case, Way, logits_of, ways
+from accuracy.ways import SECTIONS, Case, Way, activation_ways, file_ways, head_ways, logits_of
 from folders import ACCURACY_RESULTS
 from peers.environments import Unavailable, own_version
 from peers.ggml import ENVIRONMENT
@@ -33,6 +33,14 @@ def options() -> argparse.Namespace:
     parser.add_argument("--add", action="store_true", help="keep the other rows that the file has")
     parser.add_argument("--output", default="accuracy", help="name of the files in benchmarks/results")
     return parser.parse_args()
+
+
+def ways(case: Case) -> Iterator[Way]:
+    """All but those of llama.cpp and of other tools."""
+    yield from activation_ways(case)
+    yield from head_ways(case)
+    yield from in_attention.ways(case)
+    yield from file_ways(case)
 
 
 def rows(case: Case, llama: bool, notes: list[str]) -> Iterator[Way]:

@@ -267,13 +267,3 @@ def packed_file(case: Case) -> Iterator[Running]:
 
 def file_ways(case: Case) -> Iterator[Way]:
     yield Way(SECTIONS[5], AS_IT_IS, called(USUAL), lambda: packed_file(case))
-
-
-def ways(case: Case) -> Iterator[Way]:
-    """All but those of llama.cpp (accuracy.in_llama)."""
-    from accuracy import in_attention
-
-    yield from activation_ways(case)
-    yield from head_ways(case)
-    yield from in_attention.ways(case)
-    yield from file_ways(case)

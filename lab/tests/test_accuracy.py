@@ -186,7 +186,8 @@ def test_rows_leave_the_model_alone(tmp_path, monkeypatch):
     """Each row answers something else than float32, and the next one starts from the same model."""
     from accuracy import in_attention
     from accuracy.score import Reference
-    from accuracy.ways import SECTIONS, Case, logits_of, ways
+    from accuracy.ways import SECTIONS, Case, logits_of
+    from bench_accuracy import ways
 
     monkeypatch.setattr(in_attention, "LENGTH", 16)
     monkeypatch.setattr(in_attention, "SCORED", 40)
