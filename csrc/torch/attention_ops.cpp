@@ -69,7 +69,7 @@ void attention_write_cpu(const Tensor& key, const Tensor& value, const Tensor& c
              shape_text(value.sizes()), ", expected the tokens and heads of key, ", shape_text(key.sizes()));
   W4A8_CHECK(cache.size(1) == key.size(1), "cache has ", cache.size(1), " heads, expected ", key.size(1),
              ", those of key");
-  const CacheShape shape = {kind_of(kind, true), key.size(2), value.size(2)};
+  const CacheShape shape = {kind_of(kind), key.size(2), value.size(2)};
   W4A8_CHECK(shape.kind != CacheKind::kLatent || is_part_of(value, key),
              "value is other memory than key, expected key[..., :V] for a cache of kind 'latent'");
   const Tensor table = dense(block_table);
@@ -95,14 +95,14 @@ void attention_write_cpu(const Tensor& key, const Tensor& value, const Tensor& c
 void attention_write_meta(const Tensor& key, const Tensor& value, const Tensor& cache, const Tensor& block_table,
                           const Tensor& seq_lens, const Tensor& query_start_loc, Text kind, int64_t window) {
   check_write_types(check_meta, key, value, cache, block_table, seq_lens, query_start_loc, window);
-  kind_of(kind, true);
+  kind_of(kind);
 }
 
 Tensor attention_cpu(const Tensor& query, const Tensor& cache, const Tensor& block_table, const Tensor& seq_lens,
                      const Tensor& query_start_loc, double scale, Text kind, Optional<int64_t> value_size, bool causal,
                      int64_t window, double soft_cap, const OptionalTensor& sinks) {
   check_attention_types(check_cpu, query, cache, block_table, seq_lens, query_start_loc, sinks, window);
-  const CacheShape shape = {kind_of(kind, true), query.size(2), value_size.value_or(query.size(2))};
+  const CacheShape shape = {kind_of(kind), query.size(2), value_size.value_or(query.size(2))};
   const int64_t heads = query.size(1);
   W4A8_CHECK(cache.size(1) > 0 && heads % cache.size(1) == 0, "query has ", heads, " heads, expected a multiple of ",
              cache.size(1), ", those of cache");
@@ -145,7 +145,7 @@ Tensor attention_meta(const Tensor& query, const Tensor& cache, const Tensor& bl
   check_attention_types(check_meta, query, cache, block_table, seq_lens, query_start_loc, sinks, window);
   std::vector<SymSize> sizes = sym_sizes_of(query);
   if (value_size.has_value()) sizes[2] = *value_size;
-  check_cache_shape({kind_of(kind, true), known_size(sym_sizes_of(query)[2]), known_size(sizes[2])});
+  check_cache_shape({kind_of(kind), known_size(sym_sizes_of(query)[2]), known_size(sizes[2])});
   W4A8_CHECK(soft_cap >= 0, "soft_cap is ", soft_cap, ", expected 0 (none) or more");
   return new_tensor(sizes, type_of(query), query);
 }

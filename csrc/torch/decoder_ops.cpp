@@ -130,6 +130,67 @@ NormPlan norm_of(Decoder& decoder, const char* name, const OptionalTensor& weigh
   return {decoder.keep_floats(weight), eps};
 }
 
+// Where a matrix of qkv ends, q or k does.
+Products qkv_of(Decoder& decoder, const AttentionPlan& attention, Tensors qkv, int64_t hidden) {
+  const int64_t q = attention.q_size();
+  const int64_t kv = attention.kv_size();
+  Products products = products_of(decoder, "qkv", qkv, hidden, q + 2 * kv);
+  int64_t columns = 0;
+  for (std::size_t i = 0; i + 1 < static_cast<std::size_t>(qkv.size()); ++i) {
+    columns += products.columns_of(i);
+    W4A8_CHECK(columns == q || columns == q + kv, "qkv has tensors whose first ", i + 1, " have ", columns,
+               " out_features, expected those of q or of q and k, ", q, " or ", q + kv);
+  }
+  return products;
+}
+
+// The same of latent attention: one matrix of both, or two, of q or of the row that q_up takes, and of the latent row.
+Products latent_qkv(Decoder& decoder, const AttentionPlan& attention, Tensors qkv, int64_t hidden) {
+  const int64_t q = attention.latent.q_up ? attention.latent.q_up.k() : attention.q_size();
+  Products products = products_of(decoder, "qkv", qkv, hidden, q + attention.head_size);
+  W4A8_CHECK(qkv.size() == 1 || (qkv.size() == 2 && products.columns_of(0) == q), "qkv has ", qkv.size(),
+             " tensors, of which the first has ", products.columns_of(0),
+             " out_features, expected one tensor, or two, ", "the first with ", q);
+  return products;
+}
+
+// k_up or v_up: floats [heads, rows, columns].
+const void* up_projection(Decoder& decoder, const char* name, const OptionalTensor& tensor, int64_t heads) {
+  check_cpu({{name, tensor}});
+  W4A8_CHECK(tensor.has_value(), name, " is not given, expected it for a cache of kind 'latent'");
+  W4A8_CHECK(tensor->dim() == 3 && tensor->size(0) == heads && tensor->size(1) >= 16 && tensor->size(2) >= 16 &&
+                 tensor->size(2) % 16 == 0,
+             name, " has shape ", shape_text(tensor->sizes()), ", expected [", heads,
+             ", 16 or more, a multiple of 16]");
+  return input_data(decoder.keep(dense(*tensor)));
+}
+
+LatentPlan latent_of(Decoder& decoder, const AttentionPlan& attention, const OptionalTensor& q_up,
+                     const OptionalTensor& k_up, const OptionalTensor& v_up) {
+  LatentPlan latent;
+  W4A8_CHECK(attention.kv_heads == 1, "kv_heads is ", attention.kv_heads, ", expected 1 for a cache of kind 'latent'");
+  const void* k_data = up_projection(decoder, "k_up", k_up, attention.heads);
+  latent.v_up = up_projection(decoder, "v_up", v_up, attention.heads);
+  latent.type = activation_dtype("k_up", *k_up);
+  W4A8_CHECK(type_of(*v_up) == type_of(*k_up), "v_up has dtype ", type_of(*v_up), ", expected ", type_of(*k_up),
+             ", the dtype of k_up");
+  latent.rank = k_up->size(1);
+  latent.nope = k_up->size(2);
+  latent.value_size = v_up->size(1);
+  W4A8_CHECK(v_up->size(2) == latent.rank, "v_up has shape ", shape_text(v_up->sizes()), ", expected [",
+             attention.heads, ", values, ", latent.rank, "], the rank of k_up");
+  check_cache_shape({CacheKind::kLatent, attention.head_size, latent.rank});
+  latent.k_up = k_data;
+  if (q_up.has_value()) {
+    const int64_t q_size = attention.heads * (latent.nope + attention.head_size - latent.rank);
+    check_cpu({{"q_up", q_up}});
+    check_packed("q_up", *q_up, /*stack=*/false);
+    const int64_t k = read_header(input_data<uint8_t>(dense(*q_up)), q_up->numel(), "q_up").k;
+    latent.q_up = products_of(decoder, "q_up", std::vector<Tensor>{*q_up}, k, q_size);
+  }
+  return latent;
+}
+
 float positive(const char* name, double value) {
   const float result = to_float32(value);
   W4A8_CHECK(result > 0 && result <= std::numeric_limits<float>::max(), name, " is ", value,
@@ -158,7 +219,8 @@ void decoder_add_layer_cpu(const Tensor& decoder, Tensors qkv, const Tensor& out
                            const OptionalTensor& mlp_input_norm, const OptionalTensor& mlp_norm,
                            const OptionalTensor& q_norm, const OptionalTensor& k_norm, int64_t rope, bool interleaved,
                            int64_t activation_kind, double residual, const OptionalTensor& qkv_bias,
-                           const OptionalTensor& out_bias) {
+                           const OptionalTensor& out_bias, const OptionalTensor& q_up, const OptionalTensor& k_up,
+                           const OptionalTensor& v_up) {
   const std::shared_ptr<Decoder> found = decoder_of(decoder);
   const std::lock_guard<std::mutex> lock(found->mutex);
   DecoderPlan& plan = found->plan;
@@ -167,41 +229,46 @@ void decoder_add_layer_cpu(const Tensor& decoder, Tensors qkv, const Tensor& out
   W4A8_CHECK(heads >= 1 && heads <= 65536, "heads is ", heads, ", expected 1..65536");
   W4A8_CHECK(kv_heads >= 1 && heads % kv_heads == 0, "kv_heads is ", kv_heads, ", expected a divisor of heads, ",
              heads);
-  check_cache_shape({kind_of(kind, false), head_size, head_size});
   W4A8_CHECK(window >= 0, "window is ", window, ", expected 0 (none) or more");
   W4A8_CHECK(rope >= -1, "rope is ", rope, ", expected -1 (none) or the number of a table");
   W4A8_CHECK(soft_cap >= 0, "soft_cap is ", soft_cap, ", expected 0 (none) or more");
 
   LayerPlan layer;
   AttentionPlan& attention = layer.attention;
-  attention.qkv = products_of(*found, "qkv", qkv, hidden, (heads + 2 * kv_heads) * head_size);
-  // Where a matrix ends, q or k does.
-  int64_t columns = 0;
-  for (std::size_t i = 0; i + 1 < static_cast<std::size_t>(qkv.size()); ++i) {
-    columns += attention.qkv.columns_of(i);
-    W4A8_CHECK(columns == heads * head_size || columns == (heads + kv_heads) * head_size,
-               "qkv has tensors whose first ", i + 1, " have ", columns,
-               " out_features, expected those of q or of q and k, ", heads * head_size, " or ",
-               (heads + kv_heads) * head_size);
-  }
-  check_cpu({{"qkv_bias", qkv_bias}, {"out_bias", out_bias}});
-  check_count("qkv_bias", qkv_bias, (heads + 2 * kv_heads) * head_size);
-  check_count("out_bias", out_bias, hidden);
-  attention.qkv_bias = found->keep_floats(qkv_bias);
-  attention.out_bias = found->keep_floats(out_bias);
-  attention.out = products_of(*found, "out", std::vector<Tensor>{out}, heads * head_size, hidden);
   attention.heads = heads;
   attention.kv_heads = kv_heads;
   attention.head_size = head_size;
-  // A norm is of each head, or of all of them at once.
-  attention.norms_whole_rows = q_norm.has_value() && q_norm->numel() != head_size;
-  const int64_t of_q = attention.norms_whole_rows ? heads * head_size : head_size;
-  const int64_t of_k = attention.norms_whole_rows ? kv_heads * head_size : head_size;
-  attention.q_norm = norm_of(*found, "q_norm", q_norm, of_q, eps);
-  attention.k_norm = norm_of(*found, "k_norm", k_norm, of_k, eps);
+  attention.kind = kind_of(kind);
+  if (attention.kind == CacheKind::kLatent) {
+    W4A8_CHECK(!qkv_bias.has_value() && window == 0, "qkv_bias is given or window is ", window,
+               ", expected neither for a cache of kind 'latent'");
+    attention.latent = latent_of(*found, attention, q_up, k_up, v_up);
+    attention.qkv = latent_qkv(*found, attention, qkv, hidden);
+    const int64_t of_q = attention.latent.q_up ? attention.latent.q_up.k() : 0;
+    W4A8_CHECK(of_q > 0 || !q_norm.has_value(), "q_norm is given, expected none without q_up");
+    attention.q_norm = norm_of(*found, "q_norm", q_norm, of_q, eps);
+    attention.k_norm = norm_of(*found, "k_norm", k_norm, attention.latent.rank, eps);
+  } else {
+    W4A8_CHECK(!q_up.has_value() && !k_up.has_value() && !v_up.has_value(),
+               "q_up, k_up or v_up is given, expected a cache of kind 'latent' for it");
+    check_cache_shape({attention.kind, head_size, head_size});
+    attention.qkv = qkv_of(*found, attention, qkv, hidden);
+    check_cpu({{"qkv_bias", qkv_bias}});
+    check_count("qkv_bias", qkv_bias, (heads + 2 * kv_heads) * head_size);
+    attention.qkv_bias = found->keep_floats(qkv_bias);
+    // A norm is of each head, or of all of them at once.
+    attention.norms_whole_rows = q_norm.has_value() && q_norm->numel() != head_size;
+    const int64_t of_q = attention.norms_whole_rows ? heads * head_size : head_size;
+    const int64_t of_k = attention.norms_whole_rows ? kv_heads * head_size : head_size;
+    attention.q_norm = norm_of(*found, "q_norm", q_norm, of_q, eps);
+    attention.k_norm = norm_of(*found, "k_norm", k_norm, of_k, eps);
+  }
+  check_cpu({{"out_bias", out_bias}});
+  check_count("out_bias", out_bias, hidden);
+  attention.out_bias = found->keep_floats(out_bias);
+  attention.out = products_of(*found, "out", std::vector<Tensor>{out}, attention.out_size(), hidden);
   attention.rope = rope;
   attention.interleaved = interleaved;
-  attention.kind = kind_of(kind, false);
   attention.scale = to_float32(scale);
   attention.soft_cap = to_float32(soft_cap);
   attention.window = window;
@@ -329,7 +396,7 @@ Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tenso
     const Tensor& table = pages[table_count == 1 ? 0 : i];
     check_cpu({{"caches", cache}});
     check_cache_types(cache, table, lengths, starts, 0);
-    const CacheShape shape = {attention.kind, attention.head_size, attention.head_size};
+    const CacheShape shape = {attention.kind, attention.head_size, attention.value_size()};
     paged.push_back(
         paged_cache(cache, static_cast<uint8_t*>(output_data(cache)), shape, table, lengths, starts, tokens));
     W4A8_CHECK(cache.size(1) == attention.kv_heads, "caches has ", cache.size(1), " heads at layer ", i, ", expected ",
@@ -365,8 +432,8 @@ Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tenso
     W4A8_CHECK(attention.rope < static_cast<int64_t>(tables.size()), "ropes has ", tables.size(),
                " tables, expected more than ", attention.rope, ", which a layer asks for");
     const int64_t turned = 2 * tables[static_cast<std::size_t>(attention.rope)].half;
-    W4A8_CHECK(turned <= attention.head_size, "ropes turn ", turned, " numbers of a head, expected at most ",
-               attention.head_size);
+    W4A8_CHECK(turned <= attention.turned_size(), "ropes turn ", turned, " numbers of a head, expected at most ",
+               attention.turned_size());
   }
   StepArgs args;
   args.positions = input_data<int64_t>(place);

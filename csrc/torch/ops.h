@@ -71,7 +71,8 @@ void decoder_add_layer_cpu(const Tensor& decoder, Tensors qkv, const Tensor& out
                            const OptionalTensor& mlp_input_norm, const OptionalTensor& mlp_norm,
                            const OptionalTensor& q_norm, const OptionalTensor& k_norm, int64_t rope, bool interleaved,
                            int64_t activation_kind, double residual, const OptionalTensor& qkv_bias,
-                           const OptionalTensor& out_bias);
+                           const OptionalTensor& out_bias, const OptionalTensor& q_up, const OptionalTensor& k_up,
+                           const OptionalTensor& v_up);
 void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const OptionalTensor& router_bias,
                              const Tensor& w13_packed, const Tensor& w2_packed, int64_t top_k, bool renormalize,
                              Text scoring_func, Optional<int64_t> num_expert_group, Optional<int64_t> topk_group,

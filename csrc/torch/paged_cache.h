@@ -6,13 +6,11 @@
 
 namespace w4a8 {
 
-/// latents: whether a cache of kLatent is taken.
-inline CacheKind kind_of(Text kind, bool latents) {
+inline CacheKind kind_of(Text kind) {
   for (const CacheKind each : {CacheKind::kInt8, CacheKind::kBFloat16, CacheKind::kLatent}) {
-    if (kind == cache_kind_name(each) && (latents || each != CacheKind::kLatent)) return each;
+    if (kind == cache_kind_name(each)) return each;
   }
-  W4A8_CHECK(false, "kind is '", kind, "', expected ",
-             latents ? "'int8', 'bfloat16' or 'latent'" : "'int8' or 'bfloat16'");
+  W4A8_CHECK(false, "kind is '", kind, "', expected 'int8', 'bfloat16' or 'latent'");
 }
 
 inline void check_table(const char* name, const Tensor& tensor, int64_t dims) {

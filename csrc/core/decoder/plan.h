@@ -20,16 +20,29 @@ struct NormPlan {
   explicit operator bool() const { return weight != nullptr; }
 };
 
+/// Latent attention (MLA), whose cache holds a latent row of a token in place of its keys and values. k_up and v_up
+/// make the keys and values of each head of such a row. Here they act on the query and on the result instead.
+struct LatentPlan {
+  Products q_up;               ///< q of the normed row of the query; none: q is a result of AttentionPlan::qkv
+  const void* k_up = nullptr;  ///< [heads, rank, nope] of type; null: attention is not latent
+  const void* v_up = nullptr;  ///< [heads, value_size, rank] of type
+  DType type = DType::kFloat32;
+  int64_t rank = 0;  ///< channels of a latent row in front of those that are turned
+  int64_t nope = 0;  ///< channels of a head of q in front of those that are turned
+  int64_t value_size = 0;
+  explicit operator bool() const { return k_up != nullptr; }
+};
+
 struct AttentionPlan {
-  Products qkv;  ///< q, k and v; or one matrix of the three
+  Products qkv;  ///< q, k and v; or one matrix of the three. Latent: q, or what q_up takes, and the latent row
   Products out;
   const float* qkv_bias = nullptr;  ///< [q, k and v], added to the results of qkv; null: none
   const float* out_bias = nullptr;  ///< [hidden]
   int64_t heads = 0;
-  int64_t kv_heads = 0;  ///< divides heads
-  int64_t head_size = 0;
-  NormPlan q_norm;  ///< of each head, or of all heads at once
-  NormPlan k_norm;
+  int64_t kv_heads = 0;   ///< divides heads
+  int64_t head_size = 0;  ///< channels of a key in the cache
+  NormPlan q_norm;        ///< of each head, or of all heads at once; latent: of the row that q_up takes
+  NormPlan k_norm;        ///< latent: of the first rank channels
   bool norms_whole_rows = false;
   int64_t rope = -1;         ///< which of the tables of a step; -1: none
   bool interleaved = false;  ///< pairs that are turned are neighbours, else halves
@@ -39,9 +52,15 @@ struct AttentionPlan {
   int64_t window = 0;            ///< 0: none
   bool drops_pages = false;      ///< pages in front of the window may be gone
   const float* sinks = nullptr;  ///< [heads]
+  LatentPlan latent;
 
-  int64_t q_size() const { return heads * head_size; }
+  int64_t q_size() const { return heads * (latent ? latent.nope + turned_size() : head_size); }
   int64_t kv_size() const { return kv_heads * head_size; }
+  /// Channels of a head among which are those that are turned.
+  int64_t turned_size() const { return latent ? head_size - latent.rank : head_size; }
+  int64_t value_size() const { return latent ? latent.rank : head_size; }  ///< of a head in the cache
+  /// Values of attention that out takes.
+  int64_t out_size() const { return heads * (latent ? latent.value_size : head_size); }
 };
 
 /// act(gate) * up, then down.

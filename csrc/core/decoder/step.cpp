@@ -15,13 +15,26 @@ struct Buffers {
   Buffers(Slicer& slicer, const DecoderPlan& plan, int64_t m, int64_t rows) {
     int64_t qkv_size = 0;
     int64_t attended_size = 0;
+    int64_t latent_size = 0;  // of queries that are multiplied with k_up
+    int64_t q_size = 0;       // of latent attention with q_up
+    int64_t q_rank = 0;
+    int64_t value_size = 0;
     int64_t gate_up_size = 0;
     int64_t expert_count = 0;
     int64_t top_k = 0;
     bool shares = false;
     for (const LayerPlan& layer : plan.layers) {
       qkv_size = std::max(qkv_size, layer.attention.qkv.n());
-      attended_size = std::max(attended_size, layer.attention.q_size());
+      const AttentionPlan& attention = layer.attention;
+      attended_size = std::max(attended_size, attention.heads * attention.value_size());
+      if (attention.latent) {
+        latent_size = std::max(latent_size, attention.heads * attention.head_size);
+        value_size = std::max(value_size, attention.out_size());
+        if (attention.latent.q_up) {
+          q_size = std::max(q_size, attention.q_size());
+          q_rank = std::max(q_rank, attention.latent.q_up.k());
+        }
+      }
       if (layer.mlp.down) gate_up_size = std::max(gate_up_size, layer.mlp.gate_up.n());
       if (layer.experts.router != nullptr) {
         shares = shares || layer.mlp.down;
@@ -32,6 +45,10 @@ struct Buffers {
     normed = slicer.take<float>(m * plan.hidden);
     qkv = slicer.take<float>(m * qkv_size);
     attended = slicer.take<float>(m * attended_size);
+    q_low = slicer.take<float>(m * q_rank);
+    q = slicer.take<float>(m * q_size);
+    latent = slicer.take<float>(m * latent_size);
+    values = slicer.take<float>(m * value_size);
     y = slicer.take<float>(m * plan.hidden);
     shared = slicer.take<float>(shares ? m * plan.hidden : 0);
     gate_up = slicer.take<float>(m * gate_up_size);
@@ -45,6 +62,10 @@ struct Buffers {
   float* normed;
   float* qkv;
   float* attended;
+  float* q_low;
+  float* q;
+  float* latent;
+  float* values;
   float* y;
   float* shared;
   float* gate_up;
@@ -65,7 +86,11 @@ class Step {
   void run() {
     for (std::size_t i = 0; i < plan_.layers.size(); ++i) {
       const LayerPlan& layer = plan_.layers[i];
-      attention(layer, args_.caches[i]);
+      if (layer.attention.latent) {
+        latent_attention(layer, args_.caches[i]);
+      } else {
+        attention(layer, args_.caches[i]);
+      }
       add(layer.after_attention, layer.residual);
       norm(layer.before_mlp, args_.x, b_.normed);
       if (layer.experts.router == nullptr) {
@@ -134,12 +159,83 @@ class Step {
     });
     const NewTokens tokens = {k.data, v.data, k.stride, plan.head_size, v.stride, plan.head_size, DType::kFloat32};
     write_cache(kernel_, team_, cache, tokens, plan.drops_pages ? plan.window : 0);
+    look_up(plan, cache, q);
+    project(plan, b_.attended);
+  }
+
+  // Softmax of the queries over the cache, times values: b_.attended.
+  void look_up(const AttentionPlan& plan, const PagedCache& cache, FloatRows q) {
     const Queries queries = {q.data,     q.stride,      plan.head_size, plan.heads, DType::kFloat32,
                              plan.scale, plan.soft_cap, plan.window,    true,       plan.sinks};
     attend(kernel_, team_, workspace_, cache, queries, b_.attended);
-    plan.out.multiply(kernel_, team_, workspace_, b_.attended, m_, b_.y);
+  }
+
+  // The output projection of attention: y.
+  void project(const AttentionPlan& plan, const float* values) {
+    plan.out.multiply(kernel_, team_, workspace_, values, m_, b_.y);
     if (plan.out_bias == nullptr) return;
     for_rows(m_, [&](int64_t r) { add_scaled(plan.out_bias, 1.0f, plan_.hidden, b_.y + r * plan_.hidden); });
+  }
+
+  void latent_attention(const LayerPlan& layer, const PagedCache& cache) {
+    const AttentionPlan& plan = layer.attention;
+    const LatentPlan& latent = plan.latent;
+    norm(layer.before_attention, args_.x, b_.normed);
+    plan.qkv.multiply(kernel_, team_, workspace_, b_.normed, m_, b_.qkv);
+    FloatRows q = plan.qkv.columns(b_.qkv, m_, 0);
+    const int64_t rank = latent.q_up ? latent.q_up.k() : 0;
+    const FloatRows k = plan.qkv.columns(b_.qkv, m_, latent.q_up ? rank : plan.q_size());
+    for_rows(m_, [&](int64_t r) {
+      if (latent.q_up) norm_row(plan.q_norm, rank, q.row(r), b_.q_low + r * rank);
+      norm_row(plan.k_norm, latent.rank, k.row(r), k.row(r));
+      turn(plan, r, k.row(r) + latent.rank);
+    });
+    if (latent.q_up) {
+      q = {b_.q, plan.q_size()};
+      latent.q_up.multiply(kernel_, team_, workspace_, b_.q_low, m_, b_.q);
+    }
+    const NewTokens tokens = {k.data, k.data, k.stride, plan.head_size, k.stride, plan.head_size, DType::kFloat32};
+    write_cache(kernel_, team_, cache, tokens, 0);
+    const FloatRows queries = {b_.latent, plan.heads * plan.head_size};
+    const int64_t turned = plan.turned_size();
+    for_rows(m_, [&](int64_t r) {
+      for (int64_t h = 0; h < plan.heads; ++h) {
+        float* to = queries.row(r) + h * plan.head_size + latent.rank;
+        std::copy_n(q.row(r) + h * (latent.nope + turned) + latent.nope, turned, to);
+        turn(plan, r, to);
+      }
+    });
+    multiply_heads(plan.heads, {q, latent.nope + turned, latent.nope}, latent.k_up, latent.type,
+                   {queries, plan.head_size, latent.rank});
+    look_up(plan, cache, queries);
+    multiply_heads(plan.heads, {{b_.attended, plan.heads * latent.rank}, latent.rank, latent.rank}, latent.v_up,
+                   latent.type, {{b_.values, plan.out_size()}, latent.value_size, latent.value_size});
+    project(plan, b_.values);
+  }
+
+  // Rows of heads, `stride` elements apart, of which each has `size`.
+  struct HeadRows {
+    FloatRows rows;
+    int64_t stride;
+    int64_t size;
+  };
+
+  // out[r, h, i] = x[r, h] * weight[h, i], a product of floats; weight [heads, out.size, x.size] of type.
+  void multiply_heads(int64_t heads, const HeadRows& x, const void* weight, DType type, const HeadRows& out) {
+    constexpr int64_t kColumnsOfTask = 64;
+    const int64_t parts = ceil_div(out.size, kColumnsOfTask);
+    const auto task = [&](int64_t, int64_t t, int) {
+      const int64_t h = t / parts;
+      const Range range = share(out.size, parts, t % parts);
+      for (int64_t i = range.begin; i < range.end; ++i) {
+        const uint8_t* row = static_cast<const uint8_t*>(weight) + (h * out.size + i) * x.size * dtype_bytes(type);
+        for (int64_t r = 0; r < m_; ++r) {
+          out.rows.row(r)[h * out.stride + i] = dot_row(x.rows.row(r) + h * x.stride, row, type, x.size);
+        }
+      }
+    };
+    const Phase phases[] = {{heads * parts, task, 0, true}};
+    run_phases(team_, team_.threads(), phases);
   }
 
   // Norms and turns q or k of one token.
@@ -150,10 +246,14 @@ class Step {
         rms_norm(x + at, norm.weight, norm.eps, size, x + at);
       }
     }
+    for (int64_t h = 0; h < heads; ++h) turn(plan, r, x + h * plan.head_size);
+  }
+
+  // Turns one head of one token.
+  void turn(const AttentionPlan& plan, int64_t r, float* x) const {
     if (plan.rope < 0) return;
     const RopeTable& table = args_.ropes[plan.rope];
-    const float* angles = table.angles + args_.positions[r] * 2 * table.half;
-    for (int64_t h = 0; h < heads; ++h) rotate(angles, table.half, plan.interleaved, x + h * plan.head_size);
+    rotate(table.angles + args_.positions[r] * 2 * table.half, table.half, plan.interleaved, x);
   }
 
   void mlp(const MlpPlan& plan, float* out) {
@@ -280,6 +380,7 @@ void cut_plan(DecoderPlan& plan, int workers) {
   std::vector<Products*> order;
   for (LayerPlan& layer : plan.layers) {
     order.push_back(&layer.attention.qkv);
+    if (layer.attention.latent.q_up) order.push_back(&layer.attention.latent.q_up);
     order.push_back(&layer.attention.out);
     if (!layer.mlp.down) continue;
     order.push_back(&layer.mlp.gate_up);

@@ -47,6 +47,7 @@ class Stack:
         config = model.config.get_text_config(decoder=True)
         _require(config.model_type in FAMILIES, f"models of type {config.model_type} are not known")
         self.family, self.config, self.kind = FAMILIES[config.model_type], config, kind
+        _require(not self.family.is_latent, "latent attention")
         for name in self.family.refuses:
             _require(not getattr(config, name, None), f"config.{name} is set")
         self.used: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []  # parent, name, module

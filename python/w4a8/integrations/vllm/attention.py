@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import wraps
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
@@ -228,7 +226,7 @@ class BFloat16Backend(Backend):
 
 LATENT = "latent"
 LATENT_CACHE_DTYPES = ("auto", "bfloat16")  # values of --kv-cache-dtype
-# By kind of cache. Where vLLM has latent attention for CPUs, latent_attention.py adds its own.
+# By kind of cache. latent_attention.py adds its own.
 BACKENDS = {each.impl.kind: f"{__name__}.{each.__name__}" for each in (Int8Backend, BFloat16Backend)}
 
 
@@ -306,5 +304,3 @@ def register() -> None:
 
     get_attn_backend_cls.w4a8 = True
     CpuPlatform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
-    if find_spec("vllm.v1.attention.backends.mla.cpu_mla") is not None:
-        import_module("w4a8.integrations.vllm.latent_attention").register()

@@ -15,7 +15,15 @@ from vllm.forward_context import get_forward_context
 from w4a8.decoder import Decoder, StepThreads
 from w4a8.integrations.vllm import settings
 from w4a8.integrations.vllm.config import is_ours
-from w4a8.integrations.vllm.decoder_layers import Norms, Ropes, Unfit, family_of, layer_fields, packed_head
+from w4a8.integrations.vllm.decoder_layers import (
+    Norms,
+    Ropes,
+    Unfit,
+    family_of,
+    layer_fields,
+    packed_head,
+    vllm_attention,
+)
 from w4a8.integrations.vllm.loaded import after_loading
 from w4a8.integrations.vllm.log import logger
 
@@ -109,11 +117,16 @@ class OneCall:
         self.model, self.inner = model, getattr(model, "model", None)
         self.positions = model_config.max_model_len
         self.family = family_of(self.inner)
+        for name in self.family.refuses:
+            if getattr(getattr(self.inner, "config", None), name, None):
+                raise Unfit(f"config.{name} is set")
         if not hasattr(self.inner, "do_not_compile"):
             raise Unfit("this vLLM compiles models in another way")
         self.layers = list(self.inner.layers[self.inner.start_layer : self.inner.end_layer])
         self.embed = self.inner.embed_input_ids
-        self.attentions = [getattr(layer, self.family.attention_at).attn for layer in self.layers]
+        self.attentions = [
+            vllm_attention(getattr(layer, self.family.attention_at), self.family) for layer in self.layers
+        ]
         self.names = [each.layer_name for each in self.attentions]
         head = getattr(model, "lm_head", None)
         # Guessed tokens want logits of more rows.
@@ -155,6 +168,7 @@ class OneCall:
         if self._head_layer is not None:
             self._head = _Head(self._head_layer)
         self.inner.do_not_compile = True
+        self._stock = self.inner.forward
         self.inner.forward = self.forward
 
     def forward(
@@ -174,11 +188,18 @@ class OneCall:
         if self._is_stale:
             self.read()
         steps = [metadata[name] for name in self.names]
-        pages = [step.block_table for step in steps]
         first, tokens = steps[0], steps[0].num_actual_tokens
+        starts = first.query_start_loc
+        if self.family.is_latent:
+            if first.num_prefills > 0:
+                # Prompts need keys and values of each head, which the operator does not make of latents.
+                self._threads.restore()
+                return self._stock(input_ids, positions, intermediate_tensors, inputs_embeds)
+            starts, steps = starts[: first.num_decodes + 1], [step.decode for step in steps]
+        pages = [step.block_table for step in steps]
         if all(table is pages[0] for table in pages):
             pages = pages[:1]
-        tables = (pages, first.seq_lens, first.query_start_loc)
+        tables = (pages, steps[0].seq_lens, starts)
         step = (hidden[:tokens], positions[:tokens].long(), self.caches(), tables, self.ropes)
         if self._head is None or inputs_embeds is not None:
             self._threads.restore()
@@ -188,7 +209,7 @@ class OneCall:
         if self._head is None:
             found = self.decoder.step(*step)
         else:
-            found, last = torch.empty_like(step[0]), (first.query_start_loc[1:].long() - 1).clamp_(min=0)
+            found, last = torch.empty_like(step[0]), (starts[1:].long() - 1).clamp_(min=0)
             logits = self.decoder.step(*step, last, found, threads)
             self._head.keep(found[last], logits)
         if tokens == len(hidden):

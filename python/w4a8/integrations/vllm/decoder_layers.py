@@ -13,6 +13,7 @@ from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsLinearMethod
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import DeepseekScalingRotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from w4a8.core.activation import MoEActivation, as_activation, kernel_activation_kind
@@ -23,6 +24,7 @@ from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod, W4A8LMHeadMet
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
 from w4a8.integrations.vllm.packed_layers import W4A8PackedLinearMethod
 
+_ROTATIONS = (RotaryEmbedding.forward_native, DeepseekScalingRotaryEmbedding.forward_native)
 _METHODS = (W4A8LinearMethod, CompressedTensorsLinearMethod, W4A8GGUFLinearMethod, W4A8PackedLinearMethod)
 # Activation of a dense MLP, by vLLM's class.
 _ACTIVATIONS = {"SiluAndMul": MoEActivation.SILU, "GeluAndMul": MoEActivation.GELU}
@@ -100,7 +102,7 @@ class Ropes:
         return self._numbers[id(rotary)]
 
     def _table(self, rotary: Any) -> torch.Tensor:
-        if not isinstance(rotary, RotaryEmbedding) or type(rotary).forward_native is not RotaryEmbedding.forward_native:
+        if getattr(type(rotary), "forward_native", None) not in _ROTATIONS:
             raise Unfit(f"there is no table for {type(rotary).__qualname__}")
         kept = rotary.cos_sin_cache
         if len(kept) < self.positions:
@@ -193,6 +195,55 @@ def attention_fields(module: Any, norms: Norms, ropes: Ropes) -> dict[str, Any]:
     return fields
 
 
+def vllm_attention(module: Any, family: Family) -> Any:
+    """vLLM's attention of a layer, which owns the cache."""
+    return module.mla_attn.mla_attn if family.is_latent else module.attn
+
+
+def latent_fields(module: Any, norms: Norms, ropes: Ropes) -> dict[str, Any]:
+    """The fields of ``Decoder.add_layer`` for latent attention.
+
+    The matrices of keys and values stay where vLLM has them, in the order that the operator takes.
+
+    Raises:
+        Unfit: attention is not computed here, or differs from a decoder's.
+    """
+    parts, inner = module.mla_attn, module.mla_attn.mla_attn
+    impl = inner.impl
+    if getattr(impl, "kind", None) != attention.LATENT:
+        raise Unfit("attention is vLLM's (what the log says of it)")
+    if parts.is_sparse or any(getattr(parts, name, None) is not None for name in ("indexer", "g_proj")):
+        raise Unfit("sparse or gated attention")
+    fields: dict[str, Any] = {}
+    if parts.q_lora_rank is None:
+        qkv = _without_bias(parts.q_proj) + _without_bias(parts.kv_a_proj_with_mqa)
+    else:
+        qkv = _without_bias(parts.fused_qkv_a_proj)
+        fields["q_up"] = _only(parts.q_b_proj, _without_bias(parts.q_b_proj))
+        fields["q_norm"] = norms.weight(parts.q_a_layernorm)
+    for name, field in (("W_UK_T", "k_up"), ("W_UV", "v_up")):
+        weight = getattr(inner, name)
+        fields[field] = weight.data.transpose(1, 2).contiguous()
+        weight.data = fields[field].transpose(1, 2)
+    out, out_bias = packed(parts.o_proj)
+    rotary = parts.rotary_emb
+    # vLLM 0.32's own operator turns DeepSeek's queries wrongly where vLLM does not compile (docs/vllm.md).
+    rotary._forward_method = rotary.forward_native
+    return fields | {
+        "qkv": qkv,
+        "out": _only(parts.o_proj, out),
+        "out_bias": out_bias,
+        "heads": inner.num_heads,
+        "kv_heads": 1,
+        "head_size": impl.head_size,
+        "scale": impl.scale,
+        "kind": attention.LATENT,
+        "k_norm": norms.weight(parts.kv_a_layernorm),
+        "rope": ropes.number(rotary),
+        "interleaved": not rotary.is_neox_style,
+    }
+
+
 def mlp_fields(module: Any) -> dict[str, Any]:
     """The fields of ``Decoder.add_layer`` for a dense MLP.
 
@@ -280,7 +331,7 @@ def layer_fields(layer: Any, family: Family, norms: Norms, ropes: Ropes) -> tupl
         if any(getattr(owner, name, None) for owner in (layer, module)):
             raise Unfit(f"{class_name(layer)} with {name}")
     fields = {field: norms.weight(getattr(layer, name)) for field, name in family.norms}
-    fields |= attention_fields(module, norms, ropes)
+    fields |= (latent_fields if family.is_latent else attention_fields)(module, norms, ropes)
     if class_name(mlp) not in experts:
         return fields | mlp_fields(mlp), {}
     routed = expert_fields(mlp.experts, getattr(mlp, family.router))

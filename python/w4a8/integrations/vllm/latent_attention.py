@@ -27,13 +27,15 @@ _STOCK_TOKENS = 16  # of a page, of vLLM's operator
 class LatentImpl(CPUMLAImpl):
     """Attention of a layer."""
 
+    kind: ClassVar[str] = LATENT
+
     def forward_mqa(self, q: Any, kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any) -> Any:
         """As upstream's: float [rows, heads, kv_lora_rank] of one token of each sequence; None."""
         decode = attn_metadata.decode
         query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
         out = paged_attention(
             query,
-            self.blocks(kv_c_and_k_pe_cache),
+            self.blocks(kv_c_and_k_pe_cache, self.kv_lora_rank),
             decode.block_table,
             decode.seq_lens,
             attn_metadata.query_start_loc[: attn_metadata.num_decodes + 1],
@@ -65,7 +67,7 @@ class LatentImpl(CPUMLAImpl):
         paged_attention_write(
             key,
             key[..., : self.kv_lora_rank],
-            self.blocks(kv_cache),
+            self.blocks(kv_cache, self.kv_lora_rank),
             (slots // page).int()[:, None],
             (slots % page + 1).int(),
             torch.arange(len(slots) + 1, dtype=torch.int32),
@@ -80,15 +82,15 @@ class LatentImpl(CPUMLAImpl):
         tokens = kv_c_and_k_pe_cache.shape[1]
         used = -(-max(prefill.chunked_context.context_lens_list) // tokens)
         pages, places = prefill.block_table[:, :used].clamp(min=0).unique(return_inverse=True)
-        blocks = self.blocks(kv_c_and_k_pe_cache)[pages].view(torch.bfloat16)
+        blocks = self.blocks(kv_c_and_k_pe_cache, self.kv_lora_rank)[pages].view(torch.bfloat16)
         items = blocks.view(len(pages), tokens // BLOCK_TOKENS, self.head_size // 2, BLOCK_TOKENS, 2)
         rows = items.transpose(2, 3).reshape(len(pages), tokens, self.head_size).to(kv_c_and_k_pe_cache.dtype)
         metadata = replace(attn_metadata, prefill=replace(prefill, block_table=places.int()))
         return super()._compute_prefill_context(q, rows, metadata, k_scale)
 
-    def blocks(self, kv_cache: torch.Tensor) -> torch.Tensor:
+    def blocks(self, kv_cache: torch.Tensor, value_size: int) -> torch.Tensor:
         """uint8 [pages, 1, bytes]: vLLM's [pages, tokens, channels], of which the end is unused in float32."""
-        return attention.blocks_of(kv_cache[:, None], LATENT, self.head_size, self.kv_lora_rank)
+        return attention.blocks_of(kv_cache[:, None], LATENT, self.head_size, value_size)
 
 
 class LatentBackend(CPUMLABackend):
@@ -140,7 +142,13 @@ def _takes(vllm_config: Any) -> bool:
 
 
 def register() -> None:
-    """Gives models with latent attention the pages of the backend here."""
+    """Gives models with latent attention the pages of the backend here, which attention.py answers with.
+
+    Raises:
+        RuntimeError: attention.py has not registered itself.
+    """
+    if not hasattr(CpuPlatform.get_attn_backend_cls, "w4a8"):
+        raise RuntimeError("attention is vLLM's")
     if getattr(CpuPlatform.check_and_update_config, "w4a8", False):
         return
     stock = CpuPlatform.check_and_update_config.__func__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from importlib import import_module
+from importlib.util import find_spec
 
 from w4a8.integrations.vllm import compiled, settings
 from w4a8.integrations.vllm.log import logger
@@ -15,6 +16,7 @@ PARTS = (
     ("read packed directories", "packed_layers", "register"),
     ("read GGUF files", "gguf", "register"),
     ("compute attention", "attention", "register"),
+    ("compute latent attention", "latent_attention", "register"),
     ("read settings of additional_config", "settings", "read_arguments"),
     ("say what runs in a loaded model", "loaded", "say_what_is_loaded"),
     ("move small matrices together", "loaded", "move_weights_together"),
@@ -77,6 +79,8 @@ def _activate() -> None:
     for what, module, function in PARTS:
         if module == "gguf" and not settings.runs_w4a16():  # GGUF files are weight-only
             continue
+        if module == "latent_attention" and find_spec("vllm.v1.attention.backends.mla.cpu_mla") is None:
+            continue  # this vLLM has no latent attention on CPUs
         try:
             getattr(import_module(f"w4a8.integrations.vllm.{module}"), function)()
         except Exception as error:
