@@ -109,6 +109,11 @@ TEST(KernelChoiceTest, EveryFunctionOfAKernel) {
   };
   wrong.finish_row = scalar().attention->finish_row;
   EXPECT_EQ(kernel_difference(attend, scalar()), "the attention cache of bfloat16");
+  wrong.write_tokens = [](const CacheShape& shape, const TokensToWrite& tokens, uint8_t* block) {
+    scalar().attention->write_tokens(shape, tokens, block);
+    if (shape.kind == CacheKind::kLatent) block[0] ^= 1;
+  };
+  EXPECT_EQ(kernel_difference(attend, scalar()), "the attention cache of latent");
 }
 
 std::atomic<int> g_asked;

@@ -259,6 +259,9 @@ TEST(RoutingTest, NanInfinityAndZeros) {
     const Routed low = route(c, std::vector<float>(8, -1000.0f));
     EXPECT_EQ(low.ids, (std::vector<int32_t>{0, 1}));
     EXPECT_EQ(low.weights[0], scoring == Scoring::kSoftmax ? 0.125f : 0.0f);
+    c.renormalize = true;  // zeros stay, and do not become 0 / 0
+    EXPECT_EQ(route(c, std::vector<float>(8, -1000.0f)).weights[0], scoring == Scoring::kSoftmax ? 0.5f : 0.0f);
+    c.renormalize = false;
   }
 }
 

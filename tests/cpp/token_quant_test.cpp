@@ -179,6 +179,24 @@ TEST_P(TokenQuantTest, Rows) {
   }
 }
 
+// A row that is not finite has no scales, and one of large numbers scales that are not in its unit.
+TEST_P(TokenQuantTest, RowsInGroups) {
+  constexpr int64_t kRows = 3;
+  constexpr int64_t kK = 64;
+  std::vector<float> x(kRows * kK, 2.0f);
+  x[kK + 40] = NAN;
+  std::fill(x.begin() + 2 * kK, x.end(), -3e38f);
+  GuardedBuffer<int8_t> q(kRows * kK);
+  GuardedBuffer<float> scale(kRows * 2);
+  ThreadParallel parallel(2);
+  quantize_in_groups(kernel(), parallel, x.data(), DType::kFloat32, kRows, kK, 32, q.data(), scale.data());
+  for (int64_t part = 0; part < 2; ++part) {
+    EXPECT_FLOAT_EQ(scale[part] * static_cast<float>(q[32 * part]), 2.0f);
+    EXPECT_TRUE(std::isnan(scale[2 + part]));
+    EXPECT_FLOAT_EQ(scale[4 + part] * static_cast<float>(q[2 * kK + 32 * part]), -3e38f);
+  }
+}
+
 W4A8_FOR_ALL_KERNELS(TokenQuantTest);
 
 }  // namespace

@@ -103,6 +103,7 @@ TENSORS = [
     (INT, "weight_g_idx", torch.arange(64), ORDER),
     (INT, "weight_zero_point", int8(128, 2) + 1, "tensor {key}: zero points in [9, 9], but the configuration"),
     (INT, "8.gate_proj.weight", int8(128, 64), f"{LAYER} has an expert 8, but config.json says 3 experts"),
+    (INT, "3.gate_proj.weight", int8(128, 64), f"{LAYER} has an expert 3, but config.json says 3 experts"),
     (INT, "q.bias", torch.ones(127), "tensor {key}: shape (127,), but 128 output features make (128,)"),
     # Words of compressed-tensors.
     (PACK, "weight_packed", torch.zeros(128, 7).int(), "{key}: shape (128, 7), but 128 x 64 features make (128, 8)"),

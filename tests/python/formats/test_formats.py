@@ -301,6 +301,7 @@ def test_activation_order(reader):
     for broken in (identity.flip(0), torch.zeros(64, dtype=torch.int32), one_wrong):
         with pytest.raises(ValueError, match=rf"^a\.b\.{suffix}: groups are not consecutive"):
             read({**tensors, suffix: broken})
+    check_consecutive(torch.arange(65) // 22, "a.g_idx")  # the last group is shorter
     for width in (32, None):
         with pytest.raises(ValueError, match=r"^a\.g_idx: shape \(0,\), which holds nothing"):
             check_consecutive(identity[:0], "a.g_idx", width)

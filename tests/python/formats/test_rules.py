@@ -76,6 +76,7 @@ def compressed(inputs=True, **changes):
         ({**GPTQ, "desc_act": True}, gptq(ordered=True)),
         ({**GPTQ, "bits": 8}, gptq(bits=8)),
         ({**GPTQ, "group_size": 16}, gptq(group=16)),
+        ({**GPTQ, "group_size": None}, gptq(group=128)),
         ({**GPTQ, "desc_act": True, "group_size": -1}, gptq(group=-1)),
         (AWQ, awq()),
         ({"quant_method": "awq", "w_bit": 4, "q_group_size": 32, "zero_point": False}, awq(32, True)),
@@ -171,6 +172,7 @@ def test_of_all_modules(config, expected):
         ({**ROUND, "act_bits": 4}, "quantization_config.act_bits is 4, but 16, or 8 is expected"),
         (compressed(num_bits=8), "quantization_config.config_groups.group_0.weights.num_bits is 8, but 4 is expected"),
         (compressed(actorder="group"), "weights.actorder is 'group': reordered input features"),
+        (compressed(actorder="dynamic"), "weights.actorder is 'dynamic': reordered input features"),
     ],
 )
 def test_quantized_otherwise(config, reason):
