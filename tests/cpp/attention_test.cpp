@@ -378,24 +378,26 @@ TEST_P(AttentionTest, NotFinite) {
   for (const CacheKind kind : kCacheKinds) {
     for (const Part part : {Part::kKey, Part::kValue, Part::kQuery}) {
       if (kind == CacheKind::kLatent && part == Part::kValue) continue;  // a key is its value
-      for (const float bad : {std::numeric_limits<float>::quiet_NaN(), bits_float(0x7fffffff), bits_float(0xffffffff),
-                              bits_float(0x7f800001), std::numeric_limits<float>::infinity(),
-                              std::numeric_limits<float>::max(), 0x1.ffp127f, -0x1.ffp127f}) {
-        const Problem problem = {
-            .shape = shape_of(kind, 32, 32), .heads = 1, .group = 1, .lengths = {90}, .fresh = {90}, .window = 20};
-        SCOPED_TRACE(text_of(problem) + " part " + std::to_string(static_cast<int>(part)) + " bits " +
-                     std::to_string(float_bits(bad)));
-        Sequences sequences(rng, problem);
-        SerialParallel serial;
-        const auto row = static_cast<std::size_t>(30 * (part == Part::kValue ? 32 : problem.shape.key_size));
-        (part == Part::kKey ? sequences.keys()
-                            : (part == Part::kValue ? sequences.values() : sequences.queries()))[row + 5] = bad;
-        sequences.write(kernel(), serial, sequences.zeros(), problem.lengths);
-        const std::vector<float> out = sequences.attend(kernel(), serial, sequences.zeros(), problem.lengths);
-        expect_same(out, sequences.expected(sequences.zeros(), problem.lengths));
-        const int64_t end = part == Part::kQuery ? 31 : 50;
-        for (int64_t i = 0; i < 90 * 32; ++i) {
-          ASSERT_EQ(std::isnan(out[static_cast<std::size_t>(i)]), i / 32 >= 30 && i / 32 < end) << i / 32;
+      for (const int64_t token : {30, 64}) {  // 64 is the first one of a block, which the other keys are kept beside
+        for (const float bad : {std::numeric_limits<float>::quiet_NaN(), bits_float(0x7fffffff), bits_float(0xffffffff),
+                                bits_float(0x7f800001), std::numeric_limits<float>::infinity(),
+                                std::numeric_limits<float>::max(), 0x1.ffp127f, -0x1.ffp127f}) {
+          const Problem problem = {
+              .shape = shape_of(kind, 32, 32), .heads = 1, .group = 1, .lengths = {90}, .fresh = {90}, .window = 20};
+          SCOPED_TRACE(text_of(problem) + " part " + std::to_string(static_cast<int>(part)) + " bits " +
+                       std::to_string(float_bits(bad)));
+          Sequences sequences(rng, problem);
+          SerialParallel serial;
+          const auto row = static_cast<std::size_t>(token * (part == Part::kValue ? 32 : problem.shape.key_size));
+          (part == Part::kKey ? sequences.keys()
+                              : (part == Part::kValue ? sequences.values() : sequences.queries()))[row + 5] = bad;
+          sequences.write(kernel(), serial, sequences.zeros(), problem.lengths);
+          const std::vector<float> out = sequences.attend(kernel(), serial, sequences.zeros(), problem.lengths);
+          expect_same(out, sequences.expected(sequences.zeros(), problem.lengths));
+          const int64_t end = part == Part::kQuery ? token + 1 : std::min<int64_t>(90, token + 20);
+          for (int64_t i = 0; i < 90 * 32; ++i) {
+            ASSERT_EQ(std::isnan(out[static_cast<std::size_t>(i)]), i / 32 >= token && i / 32 < end) << i / 32;
+          }
         }
       }
     }

@@ -200,6 +200,8 @@ TEST_P(MatmulTest, LargerShapes) {
                         {{520, 640, 640, ScaleType::kBFloat16, true}, 2},
                         {{18, 1000, 1000, ScaleType::kFloat32, true}, 300},  // more rows than one block holds
                         {{16, 2048, 32, ScaleType::kBFloat16, false}, 140},
+                        {{16, 2112, 32, ScaleType::kBFloat16, false, kInt4Minimums}, 3},  // more than 64 groups
+                        {{16, 2112, 32, ScaleType::kBFloat16, false, kInt4Minimums}, 20},
                         {{36, 1024, 1024, ScaleType::kFloat32, true, kInt8}, 140},
                         {{36, 1024, 128, ScaleType::kBFloat16, true, kInt8ZeroPoints}, 140}};
   for (const Case& c : cases) {

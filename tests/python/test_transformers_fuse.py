@@ -76,6 +76,17 @@ def test_families(name, tmp_path):
     assert error < 0.05, error
 
 
+def test_a_cap_of_the_logits(tmp_path):
+    model = load("gemma3", tmp_path, attn_implementation="eager")
+    plain = model(TOKENS).logits
+    model.config.final_logit_softcapping = cap = plain.std().item() / 2
+    own = model(TOKENS).logits
+    fuse(model, "bfloat16")
+    got = run(model, TOKENS, cache=W4A8Cache(model.config, "bfloat16"))
+    assert got.abs().max() <= cap
+    assert differs_by(got, own) < 0.05 < 0.1 < differs_by(plain, own)
+
+
 def test_numbers_of_experts(tmp_path):
     """They go into the call; experts without a gate do not."""
     model = load("gpt-oss", tmp_path, attn_implementation="eager")
