@@ -216,6 +216,23 @@ def test_pages_of_latent_attention(change, taken, monkeypatch):
     assert latent_attention._takes(config) is taken
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_prompts_of_latent_attention(dtype):
+    """Sequences of several lengths at once, beside attention in float32 over the same keys and values of bfloat16. The
+    weights of the softmax are rounded to bfloat16: 2^-9 of values up to 4, and the output once more."""
+    lengths, heads = [5, 130, 64, 1], 3
+    query, key = (torch.randn(sum(lengths), heads, 48).to(dtype) for _ in range(2))
+    value = torch.randn(sum(lengths), heads, 32).clamp(-4, 4).to(dtype)
+    starts = torch.tensor([0, *lengths]).cumsum(0).int()
+    got = latent_attention.attend_once(query, key, value, starts, 0.3)
+    assert got.dtype == dtype
+    parts = ([part.float() for part in rows.split(lengths)] for rows in (query, key.bfloat16(), value.bfloat16(), got))
+    for q, k, v, out in zip(*parts):
+        q, k, v = (part.transpose(0, 1) for part in (q, k, v))
+        want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.3)
+        torch.testing.assert_close(out, want.transpose(0, 1), rtol=2.0**-8, atol=4 * 2.0**-8)
+
+
 BY_AMX = "latent attention, which vLLM computes by AMX"
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import COMPILED, QUICK
 from compare import assert_same, check
-from conftest import Job, arguments, run_engines
+from conftest import ALONE, Job, arguments, run_engines
 from models import Case
 from test_linear import make_layer
 
@@ -25,7 +25,7 @@ def run(checkpoint, case, directory, start, **variables):
     variables["W4A8_VLLM_DECODER"] = "0"  # layers in one call are not compiled
     variables["VLLM_CACHE_ROOT"] = str(directory / "cache")
     variables["TORCHINDUCTOR_CACHE_DIR"] = str(directory / "cache" / "inductor")
-    (result,), log = run_engines([job], directory / start, 600, VLLM_ENABLE_V1_MULTIPROCESSING="0", **variables)
+    (result,), log = run_engines([job], directory / start, 600, **ALONE, **variables)
     assert "error" not in result, result["error"]
     return job, result, log
 

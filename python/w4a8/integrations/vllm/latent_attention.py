@@ -1,5 +1,7 @@
-"""Multi-head latent attention (MLA: DeepSeek, GLM-4.7-Flash) of decode steps by this package's operators: the values
-are the first channels of the keys, in bfloat16. Attention of several new tokens of a sequence is vLLM's.
+"""Multi-head latent attention (MLA: DeepSeek, GLM-4.7-Flash) by this package's operators.
+
+In decode steps the values are the first channels of the keys, in bfloat16. Prompts have keys and values of each head.
+Behind cached tokens attention of several new tokens of a sequence is vLLM's.
 
 vLLM's own operator takes pages of 16 tokens, which its platform sets. A page here has a multiple of 64.
 """
@@ -19,9 +21,42 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 from w4a8.integrations.vllm import attention, settings
 from w4a8.integrations.vllm.attention import LATENT, LATENT_CACHE_DTYPES
 from w4a8.integrations.vllm.config import is_ours
-from w4a8.ops import BLOCK_TOKENS, LATENT_SIZES, paged_attention, paged_attention_write
+from w4a8.ops import (
+    BLOCK_TOKENS,
+    HEAD_SIZES,
+    LATENT_SIZES,
+    attention_block_bytes,
+    paged_attention,
+    paged_attention_write,
+)
 
 _STOCK_TOKENS = 16  # of a page, of vLLM's operator
+
+
+def attend_once(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, starts: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Causal attention of sequences over their own tokens alone, which are rounded to bfloat16.
+
+    Args:
+        query, key: floats [T, H, D].
+        value: floats [T, H, V].
+        starts: int32 [sequences + 1], rows of each sequence; the first is 0.
+        scale: of scores.
+
+    Returns:
+        [T, H, V].
+    """
+    lengths = starts.diff()
+    blocks = (lengths + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+    first = blocks.cumsum(0) - blocks
+    table = first[:, None] + torch.arange(int(blocks.max()))
+    heads, size, value_size = key.shape[1], key.shape[2], value.shape[2]
+    bytes_ = attention_block_bytes("bfloat16", size, value_size)
+    cache = torch.empty(int(blocks.sum()), heads, bytes_, dtype=torch.uint8)
+    pages = (table.clamp(max=len(cache) - 1).int(), lengths.int(), starts.int())
+    paged_attention_write(key, value, cache, *pages, kind="bfloat16")
+    return paged_attention(query, cache, *pages, scale, kind="bfloat16", value_size=value_size)
 
 
 class LatentImpl(CPUMLAImpl):
@@ -44,6 +79,28 @@ class LatentImpl(CPUMLAImpl):
             value_size=self.kv_lora_rank,
         )
         return out, None
+
+    def forward_mha(
+        self,
+        q: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_c_and_k_pe_cache: torch.Tensor,
+        attn_metadata: Any,
+        k_scale: torch.Tensor,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+    ) -> None:
+        """As upstream's, of prompts: output float [rows, heads * v_head_dim]."""
+        prefill = attn_metadata.prefill
+        sizes = {self.qk_head_dim, self.v_head_dim}
+        if prefill.chunked_context is not None or not sizes <= set(HEAD_SIZES):
+            super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale)
+            return
+        rows = self.kv_b_proj(kv_c_normed)[0].view(len(q), self.num_heads, -1)
+        k_nope, value = rows.split([self.qk_nope_head_dim, self.v_head_dim], dim=-1)
+        key = self._concat_k_nope_k_pe(k_nope, k_pe)
+        output.copy_(attend_once(q, key, value, prefill.query_start_loc, self.scale).flatten(1))
 
     def do_kv_cache_update(
         self,
