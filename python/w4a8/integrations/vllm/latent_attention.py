@@ -18,17 +18,10 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
+from w4a8 import ops
 from w4a8.integrations.vllm import attention, settings
 from w4a8.integrations.vllm.attention import LATENT, LATENT_CACHE_DTYPES
 from w4a8.integrations.vllm.config import is_ours
-from w4a8.ops import (
-    BLOCK_TOKENS,
-    HEAD_SIZES,
-    LATENT_SIZES,
-    attention_block_bytes,
-    paged_attention,
-    paged_attention_write,
-)
 
 _STOCK_TOKENS = 16  # of a page, of vLLM's operator
 
@@ -48,15 +41,15 @@ def attend_once(
         [T, H, V].
     """
     lengths = starts.diff()
-    blocks = (lengths + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+    blocks = (lengths + ops.BLOCK_TOKENS - 1) // ops.BLOCK_TOKENS
     first = blocks.cumsum(0) - blocks
     table = first[:, None] + torch.arange(int(blocks.max()))
     heads, size, value_size = key.shape[1], key.shape[2], value.shape[2]
-    bytes_ = attention_block_bytes("bfloat16", size, value_size)
+    bytes_ = ops.attention_block_bytes("bfloat16", size, value_size)
     cache = torch.empty(int(blocks.sum()), heads, bytes_, dtype=torch.uint8)
     pages = (table.clamp(max=len(cache) - 1).int(), lengths.int(), starts.int())
-    paged_attention_write(key, value, cache, *pages, kind="bfloat16")
-    return paged_attention(query, cache, *pages, scale, kind="bfloat16", value_size=value_size)
+    ops.paged_attention_write(key, value, cache, *pages, kind="bfloat16")
+    return ops.paged_attention(query, cache, *pages, scale, kind="bfloat16", value_size=value_size)
 
 
 class LatentImpl(CPUMLAImpl):
@@ -68,7 +61,7 @@ class LatentImpl(CPUMLAImpl):
         """As upstream's: float [rows, heads, kv_lora_rank] of one token of each sequence; None."""
         decode = attn_metadata.decode
         query = torch.cat(q, dim=-1) if isinstance(q, tuple) else q
-        out = paged_attention(
+        out = ops.paged_attention(
             query,
             self.blocks(kv_c_and_k_pe_cache, self.kv_lora_rank),
             decode.block_table,
@@ -94,7 +87,7 @@ class LatentImpl(CPUMLAImpl):
         """As upstream's, of prompts: output float [rows, heads * v_head_dim]."""
         prefill = attn_metadata.prefill
         sizes = {self.qk_head_dim, self.v_head_dim}
-        if prefill.chunked_context is not None or not sizes <= set(HEAD_SIZES):
+        if prefill.chunked_context is not None or not sizes <= set(ops.HEAD_SIZES):
             super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale)
             return
         rows = self.kv_b_proj(kv_c_normed)[0].view(len(q), self.num_heads, -1)
@@ -121,7 +114,7 @@ class LatentImpl(CPUMLAImpl):
             key, slots = key[valid], slots[valid]
         key = key[:, None]
         page = kv_cache.shape[1]
-        paged_attention_write(
+        ops.paged_attention_write(
             key,
             key[..., : self.kv_lora_rank],
             self.blocks(kv_cache, self.kv_lora_rank),
@@ -140,7 +133,7 @@ class LatentImpl(CPUMLAImpl):
         used = -(-max(prefill.chunked_context.context_lens_list) // tokens)
         pages, places = prefill.block_table[:, :used].clamp(min=0).unique(return_inverse=True)
         blocks = self.blocks(kv_c_and_k_pe_cache, self.kv_lora_rank)[pages].view(torch.bfloat16)
-        items = blocks.view(len(pages), tokens // BLOCK_TOKENS, self.head_size // 2, BLOCK_TOKENS, 2)
+        items = blocks.view(len(pages), tokens // ops.BLOCK_TOKENS, self.head_size // 2, ops.BLOCK_TOKENS, 2)
         rows = items.transpose(2, 3).reshape(len(pages), tokens, self.head_size).to(kv_c_and_k_pe_cache.dtype)
         metadata = replace(attn_metadata, prefill=replace(prefill, block_table=places.int()))
         return super()._compute_prefill_context(q, rows, metadata, k_scale)
@@ -158,17 +151,17 @@ class LatentBackend(CPUMLABackend):
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         """As upstream's."""
-        return [MultipleOf(BLOCK_TOKENS)]
+        return [MultipleOf(ops.BLOCK_TOKENS)]
 
     @classmethod
     def supports_block_size(cls, block_size: int | None) -> bool:
         """As upstream's."""
-        return block_size is None or block_size % BLOCK_TOKENS == 0
+        return block_size is None or block_size % ops.BLOCK_TOKENS == 0
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         """As upstream's."""
-        return list(LATENT_SIZES)
+        return list(ops.LATENT_SIZES)
 
     @staticmethod
     def get_impl_cls() -> type[CPUMLAImpl]:
@@ -192,7 +185,7 @@ def _takes(vllm_config: Any) -> bool:
     return (
         whole
         and cache.cache_dtype in LATENT_CACHE_DTYPES
-        and model.get_head_size() in LATENT_SIZES
+        and model.get_head_size() in ops.LATENT_SIZES
         and config.kv_lora_rank % 16 == 0
         and config.kv_lora_rank < model.get_head_size()
     )
@@ -213,9 +206,9 @@ def register() -> None:
     @wraps(stock)
     def check_and_update_config(cls: Any, vllm_config: Any) -> None:
         cache = vllm_config.cache_config
-        asked = cache.block_size if cache.user_specified_block_size else BLOCK_TOKENS
+        asked = cache.block_size if cache.user_specified_block_size else ops.BLOCK_TOKENS
         stock(cls, vllm_config)
-        if _takes(vllm_config) and asked % BLOCK_TOKENS == 0:
+        if _takes(vllm_config) and asked % ops.BLOCK_TOKENS == 0:
             cache.block_size = asked
 
     check_and_update_config.w4a8 = True
