@@ -99,7 +99,8 @@ struct OpsTiles {
 };
 
 // GemmFn of an ISA that brings Ops alone. The core passes scratch for more rows than one tile of packed weights
-// has, and only where unpacking costs. Bytes are read as they are packed, and so is iq4, whose bytes VPMADDUBSW could not multiply.
+// has, and only where unpacking costs. Bytes are read as they are packed, and so is iq4, whose bytes VPMADDUBSW could
+// not multiply.
 template <class Ops>
 void gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_count, float* out, int64_t ldc,
           uint8_t* scratch) {

@@ -91,8 +91,8 @@ W4A8_INLINE void finish_channelwise(const TileArgs& t, typename Ops::I (&acc)[R]
 }
 
 // docs/numerics.md section 3, after the sum over the groups. kMayScale: there may be channel scales. W is the sum
-// of weights in the panel. With activation groups W and the zero point are 0, and recip is 1 or 2^24 (RowQuant), times a
-// router weight if given.
+// of weights in the panel. With activation groups W and the zero point are 0, and recip is 1 or 2^24 (RowQuant), times
+// a router weight if given.
 template <class Ops, int R, int C, bool kMayScale>
 W4A8_INLINE void finish_groups(const TileArgs& t, typename Ops::F (&f)[R][C][Ops::kVecs]) {
   const Panels& p = *t.panels;
