@@ -175,6 +175,9 @@ LatentPlan latent_of(Decoder& decoder, const AttentionPlan& attention, const Opt
   W4A8_CHECK(type_of(*v_up) == type_of(*k_up), "v_up has dtype ", type_of(*v_up), ", expected ", type_of(*k_up),
              ", the dtype of k_up");
   latent.rank = k_up->size(1);
+  W4A8_CHECK(latent.rank % 16 == 0 && latent.rank + 16 <= attention.head_size, "k_up has shape ",
+             shape_text(k_up->sizes()), ", expected [", attention.heads,
+             ", a multiple of 16 up to head_size - 16 = ", attention.head_size - 16, ", a multiple of 16]");
   latent.nope = k_up->size(2);
   latent.value_size = v_up->size(1);
   W4A8_CHECK(v_up->size(2) == latent.rank, "v_up has shape ", shape_text(v_up->sizes()), ", expected [",
@@ -230,6 +233,7 @@ void decoder_add_layer_cpu(const Tensor& decoder, Tensors qkv, const Tensor& out
   W4A8_CHECK(kv_heads >= 1 && heads % kv_heads == 0, "kv_heads is ", kv_heads, ", expected a divisor of heads, ",
              heads);
   W4A8_CHECK(window >= 0, "window is ", window, ", expected 0 (none) or more");
+  W4A8_CHECK(!drops_pages || window > 0, "drops_pages is true and window is 0, expected a window");
   W4A8_CHECK(rope >= -1, "rope is ", rope, ", expected -1 (none) or the number of a table");
   W4A8_CHECK(soft_cap >= 0, "soft_cap is ", soft_cap, ", expected 0 (none) or more");
 
@@ -240,8 +244,8 @@ void decoder_add_layer_cpu(const Tensor& decoder, Tensors qkv, const Tensor& out
   attention.head_size = head_size;
   attention.kind = kind_of(kind);
   if (attention.kind == CacheKind::kLatent) {
-    W4A8_CHECK(!qkv_bias.has_value() && window == 0, "qkv_bias is given or window is ", window,
-               ", expected neither for a cache of kind 'latent'");
+    W4A8_CHECK(!qkv_bias.has_value(), "qkv_bias is given, expected none for a cache of kind 'latent'");
+    W4A8_CHECK(window == 0, "window is ", window, ", expected 0 for a cache of kind 'latent'");
     attention.latent = latent_of(*found, attention, q_up, k_up, v_up);
     attention.qkv = latent_qkv(*found, attention, qkv, hidden);
     const int64_t of_q = attention.latent.q_up ? attention.latent.q_up.k() : 0;

@@ -13,8 +13,8 @@ import torch
 class Decoder:
     """The layers of a model, its last norm and its output layer, which the operator ``decoder_step`` runs.
 
-    Add the layers in their order. Packed tensors and routers are used where they are, if contiguous. Norms, biases and
-    other floats are kept as float32.
+    Add the layers in their order. Packed tensors, routers, k_up and v_up are used where they are, if contiguous. Norms,
+    biases and other floats are kept as float32.
 
     Args:
         norm: floating [hidden_size], the weight of the last RMS norm.
@@ -43,7 +43,7 @@ class Decoder:
         """Adds a layer: ``x += attention(norm(x))``, then ``x += mlp(norm(x))``.
 
         Args:
-            qkv: packed q, k and v; q and k, k and v, or all three may be one matrix.
+            qkv: packed q, k and v; q and k, k and v, or all three may be one matrix. Latent attention: docs/decoder.md.
             out: packed, the output projection of attention.
             gate_up: packed gate and up, or one matrix of both. Empty, without down, if :meth:`add_experts` follows.
             down: packed.

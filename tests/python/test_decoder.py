@@ -382,6 +382,7 @@ def test_step_refuses(name, value, message):
         ({"sinks": torch.ones(2)}, r"sinks has shape \[2\], expected \[6\]"),
         ({"kind": "int4"}, "kind is 'int4', expected 'int8', 'bfloat16' or 'latent'"),
         ({"window": -1}, "window is -1, expected 0"),
+        ({"drops_pages": True}, "drops_pages is true and window is 0, expected a window"),
         ({"rope": -2}, "rope is -2, expected -1"),
         ({"activation_kind": 9}, "activation_kind is 9"),
         ({"down": None}, "gate_up has 2 tensors and down is not given"),

@@ -59,7 +59,7 @@ def prompts() -> list[list[int]]:
 def arguments(case: models.Case, compiled: bool = False) -> dict:
     """Arguments of vllm.LLM for a case."""
     found = {"enforce_eager": not compiled, "dtype": case.dtype}
-    if case.model.startswith("deepseek"):
+    if case.model.startswith(("deepseek", "glm4_moe_lite")):
         if not compiled:
             # vLLM 0.32's own rotary operator for CPUs rotates DeepSeek's queries wrongly, unquantized models' too.
             found["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}

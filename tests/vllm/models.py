@@ -128,6 +128,11 @@ MODELS = {
         },
         ["re:.*mlp.gate$"],
     ),
+    "glm4_moe_lite": (  # GLM-4.7-Flash
+        "Glm4MoeLite",
+        {**DEEPSEEK, "q_lora_rank": 64, "norm_topk_prob": True, "routed_scaling_factor": 1.8},
+        ["re:.*mlp.gate$"],
+    ),
     "gpt_oss": (
         "GptOss",
         {

@@ -2,6 +2,7 @@
 prefixes, guessed tokens, other weights; and what keeps vLLM's forward."""
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -37,7 +38,10 @@ FROM_GGUF = ("llama", "llama, biases", "gemma3", "qwen3moe", "gpt-oss")
 FLOAT32 = {model: Case(model, 32, "int-quantized", "float32", "symmetric") for model in FROM_FILES}
 BFLOAT16 = [Case(model, 32, "int-quantized", "bfloat16", "symmetric") for model in ("llama", "qwen3_moe", "gpt_oss")]
 # Whole queries, and queries of low rank.
-LATENT = [Case(model, 32, "int-quantized", "float32", "symmetric") for model in ("deepseek_v2", "deepseek_v3")]
+LATENT = [
+    Case(model, 32, "int-quantized", "float32", "symmetric")
+    for model in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite")
+]
 OFF = {"W4A8_VLLM_DECODER": "0"}
 
 
@@ -64,6 +68,9 @@ def families(checkpoints, tmp_path_factory):
             if on:
                 options.pop("compilation_config", None)  # around vLLM's rotation of DeepSeek's queries
             jobs[case, on] = Job(made.model, options, made.prompts, environment=made.environment | ({} if on else OFF))
+    made = Job(checkpoints(LATENT[1]) / "checkpoint", arguments(LATENT[1]))
+    made.reload = checkpoints(LATENT[1], seed=1) / "checkpoint"
+    jobs["reloaded", True], jobs["reloaded", False] = made, replace(made, environment=OFF)
     return run(jobs, tmp_path_factory.mktemp("families"))
 
 
@@ -81,10 +88,11 @@ def test_beside_vllms_forward(case, families):
     assert (divergences > 1e-3).float().mean() < 0.05  # seen: 0.01
 
 
-@pytest.mark.parametrize("case", LATENT, ids=lambda case: case.model)
+@pytest.mark.parametrize("case", [*LATENT, "reloaded"], ids=lambda case: getattr(case, "model", case))
 def test_latent_attention_beside_vllms_forward(case, families):
     """Prompts and the first token go the same way in both, to the last bit; the others as those of other families."""
     off, on = (families[0][case, on] for on in (False, True))
+    off, on = (job["reloaded"] if case == "reloaded" else job for job in (off, on))
     lengths = [len(rows) - len(tokens) + 1 for rows, tokens in zip(off["logprobs"], off["outputs"])]
     for a, b, n in zip(off["logprobs"], on["logprobs"], lengths):
         assert torch.equal(a[:n], b[:n])
@@ -262,17 +270,24 @@ def kept(checkpoints, tmp_path_factory):
         "latents": Job(
             checkpoints(LATENT[0]) / "checkpoint", arguments(LATENT[0]), **few, environment={"W4A8_VLLM_ATTENTION": "0"}
         ),
+        "float16": Job(checkpoints(LATENT[0]) / "checkpoint", {**arguments(LATENT[0]), "dtype": "float16"}, **few),
         "attention": Job(path, arguments(case), **few, environment={"W4A8_VLLM_ATTENTION": "0"}),
         "additional": Job(path, {**arguments(case), "additional_config": {"w4a8": {"decoder": False}}}, **few),
+        # Last: vLLM makes no engine behind one of these in the same process.
+        "guesses": Job(
+            checkpoints(LATENT[0]) / "checkpoint", {**arguments(LATENT[0]), "speculative_config": NGRAM}, **few
+        ),
     }
     return run(jobs, tmp_path_factory.mktemp("kept"))[1]
 
 
 def test_says_why_it_keeps_vllms_forward(kept):
     assert re.findall("w4a8: layers run one by one: (.*)", kept) == [
-        "attention is vLLM's (what the log says of it)",
+        "latent attention is vLLM's (W4A8_VLLM_ATTENTION, or what the log says of it)",
+        "latent attention in float16, where vLLM scales rows between layers",
         "attention is vLLM's (W4A8_VLLM_ATTENTION, or what the log says of it)",
         "W4A8_VLLM_DECODER=0",
+        "guessed tokens of latent attention",
     ]
     assert "run in one call" not in kept
 

@@ -56,7 +56,7 @@ struct AttentionPlan {
 
   int64_t q_size() const { return heads * (latent ? latent.nope + turned_size() : head_size); }
   int64_t kv_size() const { return kv_heads * head_size; }
-  /// Channels of a head among which are those that are turned.
+  /// Channels of a head that may be turned.
   int64_t turned_size() const { return latent ? head_size - latent.rank : head_size; }
   int64_t value_size() const { return latent ? latent.rank : head_size; }  ///< of a head in the cache
   /// Values of attention that out takes.

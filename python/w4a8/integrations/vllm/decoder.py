@@ -22,6 +22,7 @@ from w4a8.integrations.vllm.decoder_layers import (
     family_of,
     layer_fields,
     packed_head,
+    share_latents,
     vllm_attention,
 )
 from w4a8.integrations.vllm.loaded import after_loading
@@ -120,6 +121,10 @@ class OneCall:
         for name in self.family.refuses:
             if getattr(getattr(self.inner, "config", None), name, None):
                 raise Unfit(f"config.{name} is set")
+        if self.family.is_latent and vllm_config.speculative_config is not None:
+            raise Unfit("guessed tokens of latent attention")
+        if self.family.is_latent and model_config.dtype == torch.float16:
+            raise Unfit("latent attention in float16, where vLLM scales rows between layers")
         if not hasattr(self.inner, "do_not_compile"):
             raise Unfit("this vLLM compiles models in another way")
         self.layers = list(self.inner.layers[self.inner.start_layer : self.inner.end_layer])
@@ -153,6 +158,9 @@ class OneCall:
             decoder.add_layer(**layer)
             if experts:
                 decoder.add_experts(**experts)
+        if self.family.is_latent:
+            for layer, (made, _) in zip(self.layers, fields):
+                share_latents(getattr(layer, self.family.attention_at), made)
         self.decoder, self.ropes, self._is_stale = decoder, ropes.tables, False
 
     def take_over(self) -> None:
@@ -179,10 +187,14 @@ class OneCall:
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As upstream's: rows [tokens, hidden_size] behind the last norm."""
-        hidden = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         metadata = get_forward_context().attn_metadata
         if isinstance(metadata, list):
             (metadata,) = metadata
+        if self.family.is_latent and metadata and metadata[self.names[0]].num_prefills > 0:
+            # Prompts need keys and values of each head, which the operator does not make of latents.
+            self._threads.restore()
+            return self._stock(input_ids, positions, intermediate_tensors, inputs_embeds)
+        hidden = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         if not metadata:  # vLLM warms up, and there is no cache yet
             return torch.zeros_like(hidden)
         if self._is_stale:
@@ -191,10 +203,6 @@ class OneCall:
         first, tokens = steps[0], steps[0].num_actual_tokens
         starts = first.query_start_loc
         if self.family.is_latent:
-            if first.num_prefills > 0:
-                # Prompts need keys and values of each head, which the operator does not make of latents.
-                self._threads.restore()
-                return self._stock(input_ids, positions, intermediate_tensors, inputs_embeds)
             starts, steps = starts[: first.num_decodes + 1], [step.decode for step in steps]
         pages = [step.block_table for step in steps]
         if all(table is pages[0] for table in pages):

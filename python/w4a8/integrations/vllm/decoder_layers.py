@@ -25,6 +25,8 @@ from w4a8.integrations.vllm.moe import W4A8MoEMethod
 from w4a8.integrations.vllm.packed_layers import W4A8PackedLinearMethod
 
 _ROTATIONS = (RotaryEmbedding.forward_native, DeepseekScalingRotaryEmbedding.forward_native)
+# vLLM's matrices of latent attention, and fields of ``Decoder.add_layer``.
+_LATENTS = (("W_UK_T", "k_up"), ("W_UV", "v_up"))
 _METHODS = (W4A8LinearMethod, CompressedTensorsLinearMethod, W4A8GGUFLinearMethod, W4A8PackedLinearMethod)
 # Activation of a dense MLP, by vLLM's class.
 _ACTIVATIONS = {"SiluAndMul": MoEActivation.SILU, "GeluAndMul": MoEActivation.GELU}
@@ -196,14 +198,17 @@ def attention_fields(module: Any, norms: Norms, ropes: Ropes) -> dict[str, Any]:
 
 
 def vllm_attention(module: Any, family: Family) -> Any:
-    """vLLM's attention of a layer, which owns the cache."""
+    """vLLM's attention of a layer, which owns the cache.
+
+    Raises:
+        Unfit: there is no table for the class.
+    """
+    _expect(module, family.classes(family.attention))
     return module.mla_attn.mla_attn if family.is_latent else module.attn
 
 
 def latent_fields(module: Any, norms: Norms, ropes: Ropes) -> dict[str, Any]:
-    """The fields of ``Decoder.add_layer`` for latent attention.
-
-    The matrices of keys and values stay where vLLM has them, in the order that the operator takes.
+    """The fields of ``Decoder.add_layer`` for latent attention. k_up and v_up are copies (:func:`share_latents`).
 
     Raises:
         Unfit: attention is not computed here, or differs from a decoder's.
@@ -211,7 +216,7 @@ def latent_fields(module: Any, norms: Norms, ropes: Ropes) -> dict[str, Any]:
     parts, inner = module.mla_attn, module.mla_attn.mla_attn
     impl = inner.impl
     if getattr(impl, "kind", None) != attention.LATENT:
-        raise Unfit("attention is vLLM's (what the log says of it)")
+        raise Unfit(f"latent attention is vLLM's ({settings.ATTENTION}, or what the log says of it)")
     if parts.is_sparse or any(getattr(parts, name, None) is not None for name in ("indexer", "g_proj")):
         raise Unfit("sparse or gated attention")
     fields: dict[str, Any] = {}
@@ -221,14 +226,10 @@ def latent_fields(module: Any, norms: Norms, ropes: Ropes) -> dict[str, Any]:
         qkv = _without_bias(parts.fused_qkv_a_proj)
         fields["q_up"] = _only(parts.q_b_proj, _without_bias(parts.q_b_proj))
         fields["q_norm"] = norms.weight(parts.q_a_layernorm)
-    for name, field in (("W_UK_T", "k_up"), ("W_UV", "v_up")):
-        weight = getattr(inner, name)
-        fields[field] = weight.data.transpose(1, 2).contiguous()
-        weight.data = fields[field].transpose(1, 2)
+    for name, field in _LATENTS:
+        fields[field] = getattr(inner, name).data.transpose(1, 2).contiguous()
     out, out_bias = packed(parts.o_proj)
     rotary = parts.rotary_emb
-    # vLLM 0.32's own operator turns DeepSeek's queries wrongly where vLLM does not compile (docs/vllm.md).
-    rotary._forward_method = rotary.forward_native
     return fields | {
         "qkv": qkv,
         "out": _only(parts.o_proj, out),
@@ -242,6 +243,18 @@ def latent_fields(module: Any, norms: Norms, ropes: Ropes) -> dict[str, Any]:
         "rope": ropes.number(rotary),
         "interleaved": not rotary.is_neox_style,
     }
+
+
+def share_latents(module: Any, fields: dict[str, Any]) -> None:
+    """Prepares vLLM's forward, which runs prompts without torch.compile.
+
+    vLLM's matrices become views of the decoder's, so that a model has them once. vLLM 0.32's own operator turns
+    DeepSeek's queries wrongly where vLLM does not compile (docs/vllm.md).
+    """
+    inner, rotary = module.mla_attn.mla_attn, module.mla_attn.rotary_emb
+    for name, field in _LATENTS:
+        getattr(inner, name).data = fields[field].transpose(1, 2)
+    rotary._forward_method = rotary.forward_native
 
 
 def mlp_fields(module: Any) -> dict[str, Any]:
