@@ -101,6 +101,8 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3,
 DEFAULT_HEAD = {"W4A8_VLLM_LM_HEAD": ""}
 # Of engines whose weights are compared: in one process, and with attention as exact as vLLM's own.
 ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "W4A8_VLLM_ATTENTION": "0"}
+# The same of two ranks, both on one NUMA node.
+TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "W4A8_VLLM_ATTENTION": "0"}
 
 
 class Engines:

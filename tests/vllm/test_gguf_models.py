@@ -9,7 +9,7 @@ import gguf_models
 import numpy as np
 import pytest
 from compare import check
-from conftest import ALONE, DEFAULT_HEAD, Job, prompts, run_engines
+from conftest import ALONE, DEFAULT_HEAD, TWO_RANKS, Job, prompts, run_engines
 from gguf_models import EXPERTS, VOCAB, TinyModel
 from test_example import serving
 from test_gguf_files import TOKENIZER
@@ -124,8 +124,7 @@ def parallel(tmp_path_factory):
     jobs = [write(case, where[case], cut=True) for case, _ in PARALLEL]
     for job, (_, experts) in zip(jobs, PARALLEL):
         job.arguments |= {"tensor_parallel_size": 2, "enable_expert_parallel": experts}
-    binding = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # both ranks on one NUMA node
-    done, _ = run_engines(jobs, tmp_path_factory.mktemp("engines"), 1800, **binding)
+    done, _ = run_engines(jobs, tmp_path_factory.mktemp("engines"), 1800, **TWO_RANKS)
     return dict(zip(where, zip(jobs, done))), where
 
 

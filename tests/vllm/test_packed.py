@@ -12,7 +12,7 @@ import torch
 import transformers
 from cases import FIRST_EXPERTS
 from compare import assert_same, check
-from conftest import ALONE, Job, arguments, run_engines
+from conftest import ALONE, TWO_RANKS, Job, arguments, run_engines
 from models import COMMON, MODELS, Case, _random_weights, _stacked, write
 from safetensors.torch import load_file, save_file
 from tool_formats import E2M1
@@ -230,8 +230,7 @@ def test_says_what_it_runs(results):
 def parallel(tmp_path_factory):
     where = {name: tmp_path_factory.mktemp("parallel") for name in PARALLEL}
     jobs = [write_other(other, where[name]) for name, other in PARALLEL.items()]
-    binding = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # both ranks on one NUMA node
-    done, log = run_engines(jobs, tmp_path_factory.mktemp("engines"), 1800, **binding)
+    done, log = run_engines(jobs, tmp_path_factory.mktemp("engines"), 1800, **TWO_RANKS)
     return dict(zip(PARALLEL, zip(jobs, done))), where, log
 
 

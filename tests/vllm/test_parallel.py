@@ -3,7 +3,7 @@
 import pytest
 from cases import PARALLEL
 from compare import check
-from conftest import Job, arguments, run_engines
+from conftest import TWO_RANKS, Job, arguments, run_engines
 
 
 @pytest.fixture(scope="module")
@@ -12,8 +12,7 @@ def results(request, checkpoints, tmp_path_factory):
     for case, experts in PARALLEL if request.config.getoption("--full") else PARALLEL[:1]:
         parallel = {"tensor_parallel_size": 2, "enable_expert_parallel": experts}
         jobs.append(Job(checkpoints(case) / "checkpoint", {**arguments(case), **parallel}))
-    binding = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}  # both ranks on one NUMA node
-    done, log = run_engines(jobs, tmp_path_factory.mktemp("parallel"), 3600, **binding)
+    done, log = run_engines(jobs, tmp_path_factory.mktemp("parallel"), 3600, **TWO_RANKS)
     assert log.count("world_size=2 rank=1 ") >= len(jobs)
     return jobs, done
 
