@@ -88,7 +88,8 @@ void check_count(const char* name, const OptionalTensor& tensor, int64_t count) 
              ", expected [", count, "]");
 }
 
-// Packed matrices that rows of k values are multiplied with; n columns in all.
+// Packed matrices that rows of k values are multiplied with; n columns in all. 0: as the first matrix has, as many as
+// they have.
 Products products_of(Decoder& decoder, const char* name, Tensors tensors, int64_t k, int64_t n) {
   const auto count = static_cast<std::size_t>(tensors.size());
   W4A8_CHECK(count >= 1 && count <= Products::kMostMatrices, name, " has ", count, " tensors, expected 1..",
@@ -100,6 +101,7 @@ Products products_of(Decoder& decoder, const char* name, Tensors tensors, int64_
     check_packed(name, tensor, /*stack=*/false);
     const Tensor& packed = decoder.keep(dense(tensor));
     const PackedShape shape = read_header(input_data<uint8_t>(packed), packed.numel(), name);
+    if (k == 0) k = shape.k;
     W4A8_CHECK(shape.k == k, name, " has in_features ", shape.k, ", expected ", k);
     columns += shape.n;
     matrices.emplace_back(shape, input_data<uint8_t>(packed));
@@ -144,9 +146,8 @@ Products qkv_of(Decoder& decoder, const AttentionPlan& attention, Tensors qkv, i
   return products;
 }
 
-// The same of latent attention: one matrix of both, or two, of q or of the row that q_up takes, and of the latent row.
-Products latent_qkv(Decoder& decoder, const AttentionPlan& attention, Tensors qkv, int64_t hidden) {
-  const int64_t q = attention.latent.q_up ? attention.latent.q_up.k() : attention.q_size();
+// The same of latent attention: one matrix of both, or two, of the first q columns and of the latent row.
+Products latent_qkv(Decoder& decoder, const AttentionPlan& attention, Tensors qkv, int64_t hidden, int64_t q) {
   Products products = products_of(decoder, "qkv", qkv, hidden, q + attention.head_size);
   W4A8_CHECK(qkv.size() == 1 || (qkv.size() == 2 && products.columns_of(0) == q), "qkv has ", qkv.size(),
              " tensors, of which the first has ", products.columns_of(0),
@@ -165,11 +166,11 @@ const void* up_projection(Decoder& decoder, const char* name, const OptionalTens
   return input_data(decoder.keep(dense(*tensor)));
 }
 
-LatentPlan latent_of(Decoder& decoder, const AttentionPlan& attention, const OptionalTensor& q_up,
-                     const OptionalTensor& k_up, const OptionalTensor& v_up) {
-  LatentPlan latent;
+void set_latent(Decoder& decoder, AttentionPlan& attention, const OptionalTensor& q_up, const OptionalTensor& k_up,
+                const OptionalTensor& v_up) {
+  LatentPlan& latent = attention.latent;
   W4A8_CHECK(attention.kv_heads == 1, "kv_heads is ", attention.kv_heads, ", expected 1 for a cache of kind 'latent'");
-  const void* k_data = up_projection(decoder, "k_up", k_up, attention.heads);
+  latent.k_up = up_projection(decoder, "k_up", k_up, attention.heads);
   latent.v_up = up_projection(decoder, "v_up", v_up, attention.heads);
   latent.type = activation_dtype("k_up", *k_up);
   W4A8_CHECK(type_of(*v_up) == type_of(*k_up), "v_up has dtype ", type_of(*v_up), ", expected ", type_of(*k_up),
@@ -183,15 +184,9 @@ LatentPlan latent_of(Decoder& decoder, const AttentionPlan& attention, const Opt
   W4A8_CHECK(v_up->size(2) == latent.rank, "v_up has shape ", shape_text(v_up->sizes()), ", expected [",
              attention.heads, ", values, ", latent.rank, "], the rank of k_up");
   check_cache_shape({CacheKind::kLatent, attention.head_size, latent.rank});
-  latent.k_up = k_data;
   if (q_up.has_value()) {
-    const int64_t q_size = attention.heads * (latent.nope + attention.head_size - latent.rank);
-    check_cpu({{"q_up", q_up}});
-    check_packed("q_up", *q_up, /*stack=*/false);
-    const int64_t k = read_header(input_data<uint8_t>(dense(*q_up)), q_up->numel(), "q_up").k;
-    latent.q_up = products_of(decoder, "q_up", std::vector<Tensor>{*q_up}, k, q_size);
+    latent.q_up = products_of(decoder, "q_up", std::vector<Tensor>{*q_up}, 0, attention.q_size());
   }
-  return latent;
 }
 
 float positive(const char* name, double value) {
@@ -246,11 +241,11 @@ void decoder_add_layer_cpu(const Tensor& decoder, Tensors qkv, const Tensor& out
   if (attention.kind == CacheKind::kLatent) {
     W4A8_CHECK(!qkv_bias.has_value(), "qkv_bias is given, expected none for a cache of kind 'latent'");
     W4A8_CHECK(window == 0, "window is ", window, ", expected 0 for a cache of kind 'latent'");
-    attention.latent = latent_of(*found, attention, q_up, k_up, v_up);
-    attention.qkv = latent_qkv(*found, attention, qkv, hidden);
-    const int64_t of_q = attention.latent.q_up ? attention.latent.q_up.k() : 0;
-    W4A8_CHECK(of_q > 0 || !q_norm.has_value(), "q_norm is given, expected none without q_up");
-    attention.q_norm = norm_of(*found, "q_norm", q_norm, of_q, eps);
+    set_latent(*found, attention, q_up, k_up, v_up);
+    const int64_t q = q_up.has_value() ? attention.latent.q_up.k() : attention.q_size();
+    attention.qkv = latent_qkv(*found, attention, qkv, hidden, q);
+    W4A8_CHECK(q_up.has_value() || !q_norm.has_value(), "q_norm is given, expected none without q_up");
+    attention.q_norm = norm_of(*found, "q_norm", q_norm, q, eps);
     attention.k_norm = norm_of(*found, "k_norm", k_norm, attention.latent.rank, eps);
   } else {
     W4A8_CHECK(!q_up.has_value() && !k_up.has_value() && !v_up.has_value(),

@@ -46,7 +46,53 @@ def rotate(x, angles, interleaved):
     return x
 
 
-class Model:
+class Steps:
+    """Steps of a subclass's ``decoder`` with its ``caches`` and ``rope``."""
+
+    def tables(self, lengths, fresh):
+        """Sequence b has the pages 2b + 1 and 2b + 2, of 128 tokens."""
+        pages = torch.arange(1, 2 * len(lengths) + 1, dtype=torch.int32).view(-1, 2)
+        starts = torch.tensor([0, *np.cumsum(fresh)], dtype=torch.int32)
+        return pages, torch.tensor(lengths, dtype=torch.int32), starts
+
+    def positions(self, lengths, fresh):
+        return torch.cat([torch.arange(n - f, n) for n, f in zip(lengths, fresh)])
+
+    def step(self, x, lengths, fresh, rows=None, normed=None, threads=0):
+        rows = None if rows is None else torch.tensor(rows, dtype=torch.int64)
+        return self.decoder.step(
+            x, self.positions(lengths, fresh), self.caches, self.tables(lengths, fresh), [self.rope], rows, normed,
+            threads,
+        )  # fmt: skip
+
+    def check_in_pieces(self, x, expected, threads):
+        """Sequences of 90 and 40 tokens: one token, chunks, both in a call, and whole."""
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            done = [0, 0]
+            for fresh in ([37, 2], [1, 1], [3, 8], [0, 9], [49, 20]):
+                done = [a + b for a, b in zip(done, fresh)]
+                rows = torch.cat([torch.arange(a - b, a) + first for a, b, first in zip(done, fresh, (0, 90))])
+                assert_same_bits(self.step(x[rows], done, fresh), expected[rows])
+            assert_same_bits(self.step(x, [90, 40], [90, 40]), expected)
+        finally:
+            torch.set_num_threads(before)
+
+    def check_kernel(self, kernel):
+        """All rows, and the last one alone, beside the kernel that is active."""
+        x = torch.randn(11, HIDDEN)
+        expected = self.step(x, [11], [11])
+        before = w4a8.active_kernel()
+        w4a8.use_kernel(kernel)
+        try:
+            assert_same_bits(self.step(x, [11], [11]), expected)
+            assert_same_bits(self.step(x[10:], [11], [1]), expected[10:])
+        finally:
+            w4a8.use_kernel(before)
+
+
+class Model(Steps):
     """A random decoder, by the operators one by one and as a Decoder."""
 
     def __init__(self, *, layers=2, fused=False, experts=0, shared=None, four_norms=False, head_norm=None, window=0,
@@ -104,22 +150,6 @@ class Model:
 
     def pack(self, n, k, kind="int4"):
         return make_matrix(n, k, 32, kind=kind, bias=True).pack()
-
-    def tables(self, lengths, fresh):
-        """Sequence b has the pages 2b + 1 and 2b + 2, of 128 tokens."""
-        pages = torch.arange(1, 2 * len(lengths) + 1, dtype=torch.int32).view(-1, 2)
-        starts = torch.tensor([0, *np.cumsum(fresh)], dtype=torch.int32)
-        return pages, torch.tensor(lengths, dtype=torch.int32), starts
-
-    def positions(self, lengths, fresh):
-        return torch.cat([torch.arange(n - f, n) for n, f in zip(lengths, fresh)])
-
-    def step(self, x, lengths, fresh, rows=None, normed=None, threads=0):
-        rows = None if rows is None else torch.tensor(rows, dtype=torch.int64)
-        return self.decoder.step(
-            x, self.positions(lengths, fresh), self.caches, self.tables(lengths, fresh), [self.rope], rows, normed,
-            threads,
-        )  # fmt: skip
 
     def one_by_one(self, x, lengths, fresh):
         x, tables = x.float(), self.tables(lengths, fresh)
@@ -229,30 +259,12 @@ def test_bits_depend_on_nothing_else(name, threads):
     x = torch.randn(sum(lengths), HIDDEN)
     model = Model(**MODELS[name])
     expected = model.one_by_one(x, lengths, lengths)
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        done = [0, 0]
-        for fresh in ([37, 2], [1, 1], [3, 8], [0, 9], [49, 20]):
-            done = [a + b for a, b in zip(done, fresh)]
-            rows = torch.cat([torch.arange(a - b, a) + first for a, b, first in zip(done, fresh, (0, lengths[0]))])
-            assert_same_bits(model.step(x[rows], done, fresh), expected[rows])
-    finally:
-        torch.set_num_threads(before)
+    model.check_in_pieces(x, expected, threads)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernels(kernel):
-    x = torch.randn(11, HIDDEN)
-    model = Model(experts=4, head_norm="head")
-    expected = model.step(x, [11], [11])
-    before = w4a8.active_kernel()
-    w4a8.use_kernel(kernel)
-    try:
-        assert_same_bits(model.step(x, [11], [11]), expected)
-        assert_same_bits(model.step(x[10:], [11], [1]), expected[10:])
-    finally:
-        w4a8.use_kernel(before)
+    Model(experts=4, head_norm="head").check_kernel(kernel)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -3,8 +3,8 @@ order of docs/numerics.md section 10."""
 
 import pytest
 import torch
-from common import KERNELS, assert_same_bits, make_matrix
-from test_decoder import EPS, HIDDEN, POSITIONS, dots, matmul, rms_norm, rotate
+from common import KERNELS, make_matrix
+from test_decoder import EPS, HIDDEN, POSITIONS, Steps, dots, matmul, rms_norm, rotate
 
 import w4a8
 from w4a8.decoder import Decoder
@@ -27,7 +27,7 @@ def up(x, weight):
     return torch.stack([dots(x[:, h].contiguous(), weight[h].float()) for h in range(len(weight))], 1)
 
 
-class Model:
+class Model(Steps):
     """Random layers and the last norm, by the operators one by one and as a Decoder."""
 
     def __init__(self, q_up=True, fused=False, dtype=torch.float32, bias=False, scale=1.0):
@@ -58,17 +58,8 @@ class Model:
 
     def tables(self, lengths, fresh):
         """Sequence b has the pages 2b + 1 and 2b, of 128 tokens."""
-        pages = torch.arange(2 * len(lengths), dtype=torch.int32).view(-1, 2).flip(1)
-        starts = torch.tensor([0, *fresh], dtype=torch.int32).cumsum(0).int()
-        return pages, torch.tensor(lengths, dtype=torch.int32), starts
-
-    def positions(self, lengths, fresh):
-        return torch.cat([torch.arange(n - f, n) for n, f in zip(lengths, fresh)])
-
-    def step(self, x, lengths, fresh):
-        return self.decoder.step(
-            x, self.positions(lengths, fresh), self.caches, self.tables(lengths, fresh), [self.rope]
-        )
+        _, *rest = super().tables(lengths, fresh)
+        return torch.arange(2 * len(lengths), dtype=torch.int32).view(-1, 2).flip(1), *rest
 
     def one_by_one(self, x, lengths):
         tables, angles = self.tables(lengths, lengths), self.rope[self.positions(lengths, lengths)]
@@ -110,30 +101,12 @@ def test_is_the_operators_one_by_one(name, threads):
     model = Model(**MODELS[name])
     expected = model.one_by_one(x, lengths)
     assert expected.abs().max() > 0.5
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        assert_same_bits(model.step(x, lengths, lengths), expected)
-        done = [0, 0]
-        for fresh in ([37, 2], [1, 1], [3, 8], [0, 9], [49, 20]):
-            done = [a + b for a, b in zip(done, fresh)]
-            rows = torch.cat([torch.arange(a - b, a) + first for a, b, first in zip(done, fresh, (0, lengths[0]))])
-            assert_same_bits(model.step(x[rows], done, fresh), expected[rows])
-    finally:
-        torch.set_num_threads(before)
+    model.check_in_pieces(x, expected, threads)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_kernels(kernel):
-    x, model = torch.randn(11, HIDDEN), Model()
-    expected = model.step(x, [11], [11])
-    before = w4a8.active_kernel()
-    w4a8.use_kernel(kernel)
-    try:
-        assert_same_bits(model.step(x, [11], [11]), expected)
-        assert_same_bits(model.step(x[10:], [11], [1]), expected[10:])
-    finally:
-        w4a8.use_kernel(before)
+    Model().check_kernel(kernel)
 
 
 @pytest.mark.parametrize(

@@ -183,10 +183,10 @@ class Step {
     norm(layer.before_attention, args_.x, b_.normed);
     plan.qkv.multiply(kernel_, team_, workspace_, b_.normed, m_, b_.qkv);
     FloatRows q = plan.qkv.columns(b_.qkv, m_, 0);
-    const int64_t rank = latent.q_up ? latent.q_up.k() : 0;
-    const FloatRows k = plan.qkv.columns(b_.qkv, m_, latent.q_up ? rank : plan.q_size());
+    const int64_t q_columns = latent.q_up ? latent.q_up.k() : plan.q_size();
+    const FloatRows k = plan.qkv.columns(b_.qkv, m_, q_columns);
     for_rows(m_, [&](int64_t r) {
-      if (latent.q_up) norm_row(plan.q_norm, rank, q.row(r), b_.q_low + r * rank);
+      if (latent.q_up) norm_row(plan.q_norm, q_columns, q.row(r), b_.q_low + r * q_columns);
       norm_row(plan.k_norm, latent.rank, k.row(r), k.row(r));
       turn(plan, r, k.row(r) + latent.rank);
     });

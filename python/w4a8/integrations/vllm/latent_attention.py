@@ -86,8 +86,8 @@ class LatentImpl(CPUMLAImpl):
     ) -> None:
         """As upstream's, of prompts: output float [rows, heads * v_head_dim]."""
         prefill = attn_metadata.prefill
-        sizes = {self.qk_head_dim, self.v_head_dim}
-        if prefill.chunked_context is not None or not sizes <= set(ops.HEAD_SIZES):
+        fits = self.qk_head_dim in ops.HEAD_SIZES and self.v_head_dim in ops.HEAD_SIZES
+        if prefill.chunked_context is not None or not fits:
             super().forward_mha(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale)
             return
         rows = self.kv_b_proj(kv_c_normed)[0].view(len(q), self.num_heads, -1)
