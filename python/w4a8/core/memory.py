@@ -132,5 +132,6 @@ def keeps_files_mapped() -> bool:
 
 def on_cpu() -> contextlib.AbstractContextManager[object]:
     """A context in which new tensors are on the CPU, whatever the caller's default device."""
+    # Torch calls a function of Python for each operator within the context of a device.
     device = torch.device("cpu")
-    return device if hasattr(device, "__enter__") else contextlib.nullcontext()  # torch 1 has no default device
+    return contextlib.nullcontext() if torch.empty(0).device == device else device  # torch 1 has no default device
