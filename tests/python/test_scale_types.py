@@ -7,6 +7,7 @@ import torch
 from common import KERNELS, assert_same_bits, least_scales
 
 import w4a8
+from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix, PackedAs, matrix_of
 from w4a8.core.scale_types import E8M0, kept_scale_dtypes
 from w4a8.core.stack import MatrixStack
@@ -150,7 +151,7 @@ def test_a_stack_in_any_order(kind):
     ids=str,
 )
 def test_other_scales_into_the_same_bytes(dtype, fits, other, message):
-    packed_as = PackedAs("e2m1", dtype)
+    packed_as = PackedAs(Kind.E2M1, dtype)
     stack = MatrixStack(1, 1, 64, 32, packed_as=packed_as)
     given = matrix("e2m1", torch.tensor([fits]))
     stack.put(0, 0, given)
@@ -161,7 +162,7 @@ def test_other_scales_into_the_same_bytes(dtype, fits, other, message):
 
 def test_no_experts_of_each_type():
     for dtype in (E8M0, torch.float16, torch.bfloat16, torch.float32):
-        packed_as = PackedAs("e2m1", dtype)
+        packed_as = PackedAs(Kind.E2M1, dtype)
         one = MatrixStack(1, 16, 64, 32, packed_as=packed_as)
         one.put(0, 0, matrix("e2m1", torch.ones(16, 2)))
         assert MatrixStack(0, 16, 64, 32, packed_as=packed_as).pack().shape == (0, one.pack().shape[1])

@@ -18,35 +18,35 @@ class Kind(str, Enum):
     INT6   codes of 6 bits, as in GGUF's Q6_K and Q5: weight = (code - 32) * scale, without zero points
     E2M1   numbers of 4 bits with a sign, two bits of exponent and one of mantissa: weight = number * scale
     IQ4    16 integers (kvalues_iq4nl of ggml), as in GGUF's IQ4_NL and IQ4_XS: weight = integer * scale
+
+    Attributes:
+        bits: bits of a code: 4, 6 or 8.
+        table: the 16 numbers that codes stand for; None if codes are integers.
+        codes_in_a_byte: codes in a byte of unpacked weights: 2, or 1 for 6 and 8 bits (the upper two bits of 6-bit
+            codes are 0).
+        middle: the zero point of symmetric weights: 8 for 4 bits, 32 for 6, 128 for 8.
     """
 
-    INT4 = "int4"
-    INT8 = "int8"
-    INT6 = "int6"
-    E2M1 = "e2m1"
-    IQ4 = "iq4"
+    INT4 = "int4", 4
+    INT8 = "int8", 8
+    INT6 = "int6", 6
+    E2M1 = "e2m1", 4, E2M1_VALUES
+    IQ4 = "iq4", 4, IQ4_VALUES
+
+    bits: int
+    table: tuple[float, ...] | None
+    codes_in_a_byte: int
+    middle: int
+
+    def __new__(cls, values: str, bits: int, table: tuple[float, ...] | None = None) -> Kind:
+        """Makes a member from its row above."""
+        self = str.__new__(cls, values)
+        self._value_ = values
+        self.bits, self.table = bits, table
+        self.codes_in_a_byte, self.middle = 8 // bits, 1 << (bits - 1)
+        return self
 
     __str__ = str.__str__
-
-    @property
-    def table(self) -> tuple[float, ...] | None:
-        """The 16 numbers that codes stand for; None if codes are integers."""
-        return {Kind.E2M1: E2M1_VALUES, Kind.IQ4: IQ4_VALUES}.get(self)
-
-    @property
-    def bits(self) -> int:
-        """Bits of a code: 4, 6 or 8."""
-        return {Kind.INT8: 8, Kind.INT6: 6}.get(self, 4)
-
-    @property
-    def codes_in_a_byte(self) -> int:
-        """Codes in a byte of unpacked weights: 2, or 1 for 6 and 8 bits (the upper two bits of 6-bit codes are 0)."""
-        return 8 // self.bits
-
-    @property
-    def middle(self) -> int:
-        """The zero point of symmetric weights: 8 for 4 bits, 32 for 6, 128 for 8."""
-        return 1 << (self.bits - 1)
 
     def middles(self, like: torch.Tensor) -> torch.Tensor:
         """Zero points that are all :attr:`middle`, uint8, with the shape and device of ``like``."""

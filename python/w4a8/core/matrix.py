@@ -48,16 +48,13 @@ class PackedAs:
     minimums: bool = False
     super_scales: bool = False
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "kind", Kind(self.kind))
-
     @classmethod
     def of_header(cls, header: Mapping[str, object]) -> PackedAs:
         """The form that a header (:class:`w4a8.PackedHeader`) states."""
         name = header["scale_dtype"]
         dtype = torch.float32 if name in (_TWO_LEVELS, _SUPER) else scale_type_named(name)
         return cls(
-            header["values"],
+            Kind(header["values"]),
             dtype,
             header["has_zero_points"],
             name == _TWO_LEVELS,

@@ -10,6 +10,7 @@ import torch
 
 from w4a8.core.activation import OWN_NUMBERS, GateNumbers
 from w4a8.core.experts import ExpertSizes
+from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix, PackedAs, pack_as
 from w4a8.nn.options import DEFAULT_GROUP_SIZE, QuantOptions
 from w4a8.nn.packed import PackedModule
@@ -167,7 +168,7 @@ class W4A8Experts(PackedExperts):
         group_size = options.group_size
         sizes = ExpertSizes(len(w13), hidden, intermediate, group_size, len(w13[0]) != intermediate)
         groups = sizes.activation_groups(options.activation_group)
-        packed_as = PackedAs(options.values, options.scale_dtype, zero_points=not options.symmetric)
+        packed_as = PackedAs(Kind(options.values), options.scale_dtype, zero_points=not options.symmetric)
         parts = (("w13", w13, w13_bias, w13_importance), ("w2", w2, w2_bias, w2_importance))
         for name, weights, _, importances in parts:
             if importances is not None and importances.shape != (len(w13), weights[0].shape[1]):

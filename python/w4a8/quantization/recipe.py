@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from w4a8.core.kind import Kind
 from w4a8.core.matrix import PackedAs, packed_bytes
 from w4a8.formats.packed_directory import joined_as
 from w4a8.nn import QuantOptions
@@ -157,7 +158,7 @@ def _matrices(model: torch.nn.Module, job: Job) -> _Sizes:
 
 def _bits(shapes: list[tuple[int, int]], options: QuantOptions) -> float:
     """Of a weight, scales and all."""
-    form = PackedAs(options.values, options.scale_dtype, zero_points=not options.symmetric)
+    form = PackedAs(Kind(options.values), options.scale_dtype, zero_points=not options.symmetric)
     packed = sum(8 * packed_bytes(rows, columns, options.group_size, False, form) for rows, columns in shapes)
     return packed / sum(rows * columns for rows, columns in shapes)
 

@@ -12,6 +12,7 @@ from common import least_scales
 import w4a8
 from w4a8.core.experts import ExpertSizes
 from w4a8.core.float8 import e4m3_values
+from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix, PackedAs
 from w4a8.core.packer import ExpertPacker
 from w4a8.core.scale_types import kept_scale_dtypes
@@ -343,7 +344,7 @@ def test_two_levels_again():
 def test_no_experts():
     assert ExpertPacker(ExpertSizes(0, HIDDEN, INTERMEDIATE, 32), None).pack()["w2"].shape[0] == 0
     for kind in ("int4", "e2m1", "int8"):
-        packed_as = PackedAs(kind, torch.float32, kind != "e2m1")
+        packed_as = PackedAs(Kind(kind), torch.float32, kind != "e2m1")
         found = MatrixStack(0, 16, 64, 32, torch.bfloat16, packed_as).pack()
         assert found.shape[0] == 0
         one = MatrixStack(1, 16, 64, 32, torch.bfloat16, packed_as)

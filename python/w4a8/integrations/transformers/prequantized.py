@@ -191,7 +191,8 @@ class PrequantizedModules(ModulesApart):
             logger.warning("%d quantized matrices are left out, which %s ignores: %s ...", count, owner, min(unknown))
         for name in unknown:
             del self.tensors[name]
-        known = {name: self._known(name) for name in self.tensors}
+        self.schemes = {name: self._found(name) for name in self.tensors}
+        known = {name: _known(scheme) for name, scheme in self.schemes.items()}
         self.keys = {key for key, (name, suffix) in keys.items() if suffix in known.get(name, ())}
         for key, dtype in codes.items():
             if key in self.keys or keys[key][0] in unknown:
@@ -220,20 +221,13 @@ class PrequantizedModules(ModulesApart):
         parts = self.tensors[name]
         return scheme_of(self.rules, name, parts, partial(_has_codes, parts))
 
-    def _known(self, name: str) -> tuple[str, ...]:
-        """Last parts of the names of a matrix's tensors."""
-        scheme = self._found(name)
-        if isinstance(scheme, LeftOut):  # the error comes when it is read
-            return all_suffixes()
-        return (*scheme.required, *scheme.optional, "bias")
-
     def _plan(self, model: torch.nn.Module, config: W4A8Config) -> None:
         """Chooses which modules of floats of 8 bits are rounded, and how, as for a model of floats."""
         options = config.quant_options()
         plan = make_plan(model, options, config.skipped())
         for path in self.old:
             names = (name for lists in self.matrices[path].values() for names in lists for name in names)
-            self.are_float8[path] = {isinstance(self._found(name), Float8Scheme) for name in names}
+            self.are_float8[path] = {isinstance(self.schemes[name], Float8Scheme) for name in names}
         ours = {path for path, found in self.are_float8.items() if True in found}
         jobs = [job for job in plan.jobs if ours.issuperset(job.names)]
         choose(model, jobs, options)
@@ -423,11 +417,11 @@ class PrequantizedModules(ModulesApart):
 
     def _wanted(self, matrices: Mapping[str, list[list[str]]]) -> int | None:
         """The activation group to ask for."""
-        names = (name for lists in matrices.values() for names in lists for name in names)
-        return wanted_by_all((self._scheme(name) for name in names), self.activation_group)
+        schemes = [self._scheme(name) for lists in matrices.values() for names in lists for name in names]
+        return wanted_by_all(schemes, self.activation_group)
 
     def _scheme(self, name: str) -> Scheme:
-        scheme = self._found(name)
+        scheme = self.schemes[name]
         if isinstance(scheme, LeftOut):
             raise ValueError(scheme.reason)
         return scheme
@@ -450,11 +444,20 @@ class PrequantizedModules(ModulesApart):
         matrix = self._scheme(name).read(tensors, name)
         # The matrix may have views of the tensors; their pages come from the file again.
         pages.release(tensors.values())
-        matrix = replace(matrix, bias=_checked_bias(matrix.bias, biased, name))
+        bias = _checked_bias(matrix.bias, biased, name)
+        if bias is not matrix.bias:
+            matrix = replace(matrix, bias=bias)
         if matrix.codes.is_meta:
             matrix = matrix.on_meta()
             self._kinds[weights_in_words(matrix.header)] = None
         return matrix
+
+
+def _known(scheme: Scheme | LeftOut) -> tuple[str, ...]:
+    """Last parts of the names of a matrix's tensors."""
+    if isinstance(scheme, LeftOut):  # the error comes when the matrix is read
+        return all_suffixes()
+    return (*scheme.required, *scheme.optional, "bias")
 
 
 def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:

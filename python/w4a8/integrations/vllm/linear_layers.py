@@ -86,6 +86,7 @@ class LinearWeights:
     def __init__(self, scheme: Scheme, layer_name: str | None) -> None:
         """Takes the scheme of the layer's matrix, and the layer's name, for errors."""
         self.scheme, self.parts, self.layer_name = scheme, tuple(loaded_parts(scheme).values()), layer_name
+        self.optional = scheme.optional
         self.packed_as: PackedAs | None = None  # once packed
         self._lacking: dict[str, int] = {}
 
@@ -125,13 +126,13 @@ class LinearWeights:
         except ValueError as error:
             raise ValueError(f"w4a8: {self.layer_name}: {error}") from None
         self.rows, self.sizes = sum(sizes), sizes
+        groups = self.scheme.groups(self.k)
         for part in self.parts:
             try:
-                for rows in sizes:
-                    part.shape(rows, self.k, self.scheme.groups(self.k))
+                shapes = {rows: part.shape(rows, self.k, groups) for rows in {*sizes, self.rows}}
             except ValueError as error:
                 raise ValueError(f"w4a8: {self.layer_name}: {error} per rank and part of the layer") from None
-            self._register(layer, part)
+            self._register(layer, part, shapes[self.rows])
         # A layer may lack shapes and unused tensors. A shape comes once per part of a layer. Unused tensors stay when
         # the rest is packed, because they may come later.
         uncounted: dict[str, torch.nn.Parameter] = {}
@@ -146,15 +147,14 @@ class LinearWeights:
             layer.register_parameter(suffix, param)
         self.dummy = is_dummy_load()
 
-    def _register(self, layer: torch.nn.Module, part: Part) -> None:
+    def _register(self, layer: torch.nn.Module, part: Part, shape: tuple[int, ...]) -> None:
         arguments: dict[str, Any] = {"weight_loader": MethodType(load_parameter, layer)}
         if part.kind == "global_scale":
             arguments["data"] = torch.zeros(len(self.sizes), dtype=torch.float32)
             kind = PerTensorScaleParameter
         else:
-            rows, columns = part.shape(self.rows, self.k, self.scheme.groups(self.k))
             size = torch.empty((), dtype=part.dtype).element_size()
-            arguments["data"] = fresh_bytes(rows, size * columns).view(part.dtype)
+            arguments["data"] = fresh_bytes(shape[0], size * shape[1]).view(part.dtype)
             arguments["output_dim"] = part.axes.index("n")
             # One group for a row is the same on each rank, for any number of cuts.
             whole = "g" in part.axes and self.scheme.group_size == -1
@@ -170,7 +170,7 @@ class LinearWeights:
         param = kind(**arguments)
         layer.register_parameter(part.suffix, param)
         self._lacking[part.suffix] = param.numel()
-        if part.kind != "global_scale" and not self.scheme.requires(part):
+        if part.kind != "global_scale" and part.suffix in self.optional:
             param.weight_loader_numel = 0
 
     def load(
@@ -210,7 +210,7 @@ class LinearWeights:
         """
         tensors, missing = {}, []
         for part in self.parts:
-            optional = not self.scheme.requires(part)
+            optional = part.suffix in self.optional
             if optional and self.packed_as is not None:
                 continue  # of other weights, they may come when their layer is complete
             tensor = getattr(layer, part.suffix).data

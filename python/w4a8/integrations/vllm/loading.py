@@ -70,11 +70,12 @@ def loaded_parts(scheme: Scheme) -> dict[str, Part]:
     Zero points of a symmetric scheme are included if the files have some. vLLM names the tensors of a stack of all
     experts by their kind.
     """
-    kinds = ("weight", "weight_scale", "zero_points", "global_scale")
+    kinds, facts = ("weight", "weight_scale", "zero_points", "global_scale"), scheme.facts
     parts = [part for part in scheme.parts if part.kind in kinds]
-    if scheme.facts.is_stacked:
+    if facts.is_stacked:
         return {part.kind: part for part in parts}
-    return {part.suffix: part for part in parts if scheme.facts.spare_zeros is not None or scheme.requires(part)}
+    spare = () if facts.spare_zeros is not None else scheme.optional
+    return {part.suffix: part for part in parts if part.suffix not in spare}
 
 
 def form_of(scheme: Scheme) -> PackedAs:
