@@ -46,14 +46,10 @@ Team::~Team() {
 }
 
 // A thread that comes for a task notes the run that it found, then takes a task. Threads with a later run, or none,
-// read no memory of this run: the ticket is past it. Run numbers begin again after 2^31: a number less than half of
-// that behind is earlier.
+// read no memory of this run: the ticket is past it.
 bool Team::is_read(const Work& work) const {
-  for (const Entered& entered : entered_) {
-    const uint64_t run = entered.run.load();
-    if (run != kOutside && ((work.run_ - run) & kRunMask) <= kRunMask / 2) return true;
-  }
-  return false;
+  return std::any_of(entered_.begin(), entered_.end(),
+                     [&work](const Entered& entered) { return may_read(entered.run.load(), work.run_); });
 }
 
 Team::Work& Team::acquire() {

@@ -63,6 +63,14 @@ class Team final : public Parallel {
   /// Returns when no thread reads memory of an earlier run. Call this, with the lock, before weights are freed.
   void await_readers() const;
 
+  /// What a thread notes that has come for no task.
+  static constexpr uint64_t kOutside = ~uint64_t{0};
+  /// Whether a thread may read memory of a run: of the run that the thread noted before it took a task, or of a later
+  /// one, whose task it then got. Run numbers begin again after 2^31: a number less than half of that behind is earlier.
+  static bool may_read(uint64_t noted, uint64_t run) {
+    return noted != kOutside && ((run - noted) & kRunMask) <= kRunMask / 2;
+  }
+
   int threads() const override { return static_cast<int>(workers_.size()) + 1; }
   /// As tasks that are run once.
   void run(int workers, FunctionRef<void(int)> body) override;
@@ -94,7 +102,6 @@ class Team final : public Parallel {
     bool has_task() const { return next < count; }
   };
   static constexpr uint64_t kRunMask = (uint64_t{1} << Ticket::kRunBits) - 1;
-  static constexpr uint64_t kOutside = ~uint64_t{0};
   // The run that a thread found when it came for a task. The thread reads no memory of earlier runs.
   struct alignas(64) Entered {
     std::atomic<uint64_t> run{kOutside};

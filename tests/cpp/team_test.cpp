@@ -116,6 +116,20 @@ TEST(TeamTest, RunsAgainWhatAStoppedThreadHolds) {
   EXPECT_EQ(state.committed, committed + 3);
 }
 
+// A thread that noted a run may get a task of a later one, whose memory the thread then reads.
+TEST(TeamTest, MemoryIsReadOfTheNotedRunAndOfLaterOnes) {
+  constexpr uint64_t last = (uint64_t{1} << 31) - 1;  // run 0 follows
+  EXPECT_TRUE(Team::may_read(5, 5));
+  EXPECT_TRUE(Team::may_read(5, 6));
+  EXPECT_TRUE(Team::may_read(5, 5 + last / 2));
+  EXPECT_TRUE(Team::may_read(last, 0));
+  EXPECT_FALSE(Team::may_read(6, 5));
+  EXPECT_FALSE(Team::may_read(5, 6 + last / 2));
+  EXPECT_FALSE(Team::may_read(0, last));
+  EXPECT_FALSE(Team::may_read(Team::kOutside, 5));
+  EXPECT_FALSE(Team::may_read(Team::kOutside, last));
+}
+
 TEST(TeamTest, HasOneCaller) {
   Team team(2);
   const std::unique_lock<std::mutex> lock = team.lock();
