@@ -65,10 +65,10 @@ class _Waiting:
 class MatrixStack:
     """Packed matrices [N, K] of E experts, uint8 [E, bytes], put in by rows, in any order.
 
-    A matrix is packed when its last rows are put in. Until then its codes and float32 scales are kept. All matrices of
-    the stack have the same size, so their scales have one type: the first of :func:`kept_scale_dtypes` that holds the
-    scales of all. The stack packs its matrices again when new scales need another type, or when the first zero point
-    other than the kind's middle is put in. Earlier matrices then get the middle as zero points.
+    A matrix is packed when its last rows are put in. Until then its codes and float32 scales are copied and kept. All
+    matrices of the stack have the same size, so their scales have one type: the first of :func:`kept_scale_dtypes` that
+    holds the scales of all. The stack packs its matrices again when new scales need another type, or when the first
+    zero point other than the kind's middle is put in. Earlier matrices then get the middle as zero points.
     """
 
     def __init__(
@@ -129,6 +129,9 @@ class MatrixStack:
                 ``packed_as`` says.
         """
         self._agree_on(matrix)
+        found, expected = (matrix.columns, matrix.scales.shape[1]), (self.columns, self._scale_columns)
+        if found != expected:
+            raise ValueError(f"the matrix has (columns, groups) {found}, but {expected} are expected")
         if matrix.zero_points is not None and not self._zero_points:
             self._zero_points = True
             for waiting in (*self._waiting.values(), self._spare):
@@ -139,11 +142,14 @@ class MatrixStack:
             bias = matrix.bias if has_bias else torch.zeros(matrix.rows, dtype=torch.float32)
             pieces["bias"] = bias.to(self.bias_dtype)
         waiting = self._waiting.get(expert)
+        if waiting is None and (row, matrix.rows) == (0, self.rows):  # complete: no copy
+            self._pack(expert, pieces)
+            return
         if waiting is None:
             waiting, self._spare = self._spare or self._new_waiting(matrix), None
             self._waiting[expert] = waiting
         if waiting.put(slice(row, row + matrix.rows), pieces):
-            self._pack(expert, waiting)
+            self._pack(expert, dict(waiting.tensors))
             del self._waiting[expert]
             if len(self._done) < self.experts:
                 waiting.clear()
@@ -175,16 +181,12 @@ class MatrixStack:
             raise ValueError(f"scales have {found}, but {expected} is expected: a stack is of one kind")
 
     def _new_waiting(self, like: Matrix) -> _Waiting:
-        if (like.columns, like.scales.shape[1]) != (self.columns, self._scale_columns):
-            found, expected = (like.columns, like.scales.shape[1]), (self.columns, self._scale_columns)
-            raise ValueError(f"the matrix has (columns, groups) {found}, but {expected} are expected")
         waiting = _Waiting(self.rows, like, self.bias_dtype is not None)
         if self._zero_points and like.zero_points is None:
             waiting.make_zero_points()
         return waiting
 
-    def _pack(self, expert: int, matrix: _Waiting) -> None:
-        tensors = dict(matrix.tensors)
+    def _pack(self, expert: int, tensors: dict[str, torch.Tensor]) -> None:
         if self._two_levels and not self._keeps_levels:
             tensors["scales"] = multiplied_scales(tensors["scales"], tensors.pop("channel_scales"))
         needed = self.packed_as

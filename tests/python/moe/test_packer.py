@@ -358,7 +358,7 @@ WRONG = [
     ("int4", "w13", (64, 128, "int4"), r"is \[64, 128\], but \[128, 128\] is expected"),
     ("int4", "w2", (64, 128, "int4"), r"is \[64, 128\], but \[128, 64\] is expected"),
     ("int4", "w3", (64, 128, "e2m1"), "the codes are e2m1, but int4 is expected"),
-    ("int4", "w3", (64, 128, "zeros", 64), r"scales have shape \(64, 2\), but \(64, 8\) is expected"),
+    ("int4", "w3", (64, 128, "zeros", 64), r"the matrix has \(columns, groups\) \(128, 2\), but \(128, 8\) "),
     ("int4", "w3", (64, 128, "zeros", GROUP, torch.float16, False), "has no bias, unlike the layer"),
     ("e2m1", "w3", (64, 128, "levels"), f"scales have two levels, but one {LEVELS}"),
     ("levels", "w3", (64, 128, "e2m1"), f"scales have one level, but two {LEVELS}"),
