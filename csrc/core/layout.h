@@ -28,7 +28,6 @@
 // zero points of rows, and the sums are zeros.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <string>
 

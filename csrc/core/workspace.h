@@ -1,7 +1,6 @@
 // Scratch memory: one arena, sliced by named members, reused from call to call.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 

@@ -201,16 +201,10 @@ void lost_by(const GroupsToRound& task, const float* u, const float* counts, con
 
 // 2^exponent, exponent in [-1022, 1023]: a double, since a float lacks the inverses of the least denormals.
 static inline double power_of_two(int exponent) {
-  const uint64_t bits = static_cast<uint64_t>(exponent + 1023) << 52;
-  double result;
-  __builtin_memcpy(&result, &bits, sizeof(result));
-  return result;
+  return __builtin_bit_cast(double, static_cast<uint64_t>(exponent + 1023) << 52);
 }
 static inline int exponent_of(float x) {  // not 0; denormals too
-  const double wide = x;
-  uint64_t bits;
-  __builtin_memcpy(&bits, &wide, sizeof(bits));
-  return static_cast<int>(bits >> 52 & 0x7ff) - 1023;
+  return static_cast<int>(__builtin_bit_cast(uint64_t, static_cast<double>(x)) >> 52 & 0x7ff) - 1023;
 }
 static inline float in_scale_type(float x, ScaleType type) {
   return type == ScaleType::kFloat32 ? x : w4a8::bits_float(static_cast<uint32_t>(bfloat16_from_float(x)) << 16);

@@ -197,20 +197,8 @@ Tensor pack_meta(const Tensor& weights, const Tensor& scales_zeros, const Option
 
 namespace {
 
-struct Unpacked {
-  PackedShape shape;
-  Tensor weights;
-  Tensor scales;
-  Tensor zero_points;
-  Tensor bias;
-  Tensor channel_scales;
-  Tensor minimums;
-  Tensor super_scales;
-  Tensor super_minimums;
-};
-
 // What comes out of a packed tensor [bytes] or [E, bytes], not filled in. Absent ones have no elements.
-Unpacked empty_unpacked(const Tensor& packed, const PackedShape& shape) {
+UnpackedAny empty_unpacked(const Tensor& packed, const PackedShape& shape) {
   std::vector<int64_t> lead;
   if (packed.dim() == 2) lead.push_back(packed.size(0));
   const auto make = [&](std::initializer_list<int64_t> sizes, ScalarType dtype, bool present = true) {
@@ -218,20 +206,21 @@ Unpacked empty_unpacked(const Tensor& packed, const PackedShape& shape) {
     all.insert(all.end(), sizes);
     return new_tensor(present ? all : std::vector<int64_t>{0}, dtype, packed);
   };
-  return {shape,
-          make({shape.n, shape.row_bytes()}, ScalarType::Byte),
+  return {make({shape.n, shape.row_bytes()}, ScalarType::Byte),
           make({shape.n, shape.groups()}, scale_dtype_of(shape.scale_type)),
           make({shape.n, shape.groups()}, ScalarType::Byte, shape.kind.zero_points),
           make({shape.n}, ScalarType::Float, shape.has_bias),
+          values_name(shape.kind.values),
           make({shape.n}, ScalarType::Float, shape.two_level()),
           make({shape.n, shape.groups()}, scale_dtype_of(shape.scale_type), shape.kind.minimums),
           make({shape.n, shape.k / kSuperK}, ScalarType::Half, shape.in_supers()),
-          make({shape.n, shape.k / kSuperK}, ScalarType::Half, shape.in_supers() && shape.kind.minimums)};
+          make({shape.n, shape.k / kSuperK}, ScalarType::Half, shape.in_supers() && shape.kind.minimums),
+          shape.activation_group};
 }
 
 // only_int4: refuse the other kinds.
-Unpacked unpack_tensor(const Tensor& packed_weights, int64_t block_size, int64_t in_features, int64_t out_features,
-                       bool only_int4) {
+UnpackedAny unpack_tensor(const Tensor& packed_weights, int64_t block_size, int64_t in_features, int64_t out_features,
+                          bool only_int4) {
   check_cpu({{"packed_weights", packed_weights}});
   matrix_shape(block_size, in_features, out_features);
   check_packed("packed_weights", packed_weights, packed_weights.dim() == 2);
@@ -249,7 +238,9 @@ Unpacked unpack_tensor(const Tensor& packed_weights, int64_t block_size, int64_t
              kind_name(shape.kind), shape.two_level() ? " with channel scales" : "",
              shape.in_supers() ? " with super-scales" : "",
              ", expected int4: dyn_quant_unpack_any_4bit_weight unpacks every kind");
-  const Unpacked out = empty_unpacked(packed, shape);
+  UnpackedAny out = empty_unpacked(packed, shape);
+  const auto& [weights, scales, zero_points, bias, values, channel_scales, minimums, super_scales, super_minimums,
+               activation_group] = out;
   // Of one matrix of a stack; null if there are none.
   const auto part = [&](const Tensor& tensor, int64_t e) -> void* {
     if (tensor.numel() == 0) return nullptr;
@@ -260,12 +251,12 @@ Unpacked unpack_tensor(const Tensor& packed_weights, int64_t block_size, int64_t
     const PackedMatrix matrix = open(e);
     W4A8_CHECK(matrix.shape == shape, "packed_weights[", e,
                "] has another kind, scale type, bias flag or activation group than packed_weights[0]");
-    unpack(matrix,
-           {static_cast<uint8_t*>(part(out.weights, e)), part(out.scales, e), static_cast<float*>(part(out.bias, e)),
-            static_cast<uint8_t*>(part(out.zero_points, e)), static_cast<float*>(part(out.channel_scales, e)),
-            part(out.minimums, e), static_cast<uint16_t*>(part(out.super_scales, e)),
-            static_cast<uint16_t*>(part(out.super_minimums, e))},
-           parallel);
+    unpack(
+        matrix,
+        {static_cast<uint8_t*>(part(weights, e)), part(scales, e), static_cast<float*>(part(bias, e)),
+         static_cast<uint8_t*>(part(zero_points, e)), static_cast<float*>(part(channel_scales, e)), part(minimums, e),
+         static_cast<uint16_t*>(part(super_scales, e)), static_cast<uint16_t*>(part(super_minimums, e))},
+        parallel);
   }
   return out;
 }
@@ -274,15 +265,13 @@ Unpacked unpack_tensor(const Tensor& packed_weights, int64_t block_size, int64_t
 
 std::tuple<Tensor, Tensor, Tensor> unpack_cpu(const Tensor& packed_weights, int64_t block_size, int64_t in_features,
                                               int64_t out_features) {
-  const Unpacked out = unpack_tensor(packed_weights, block_size, in_features, out_features, /*only_int4=*/true);
-  return {out.weights, out.scales, out.bias};
+  const UnpackedAny out = unpack_tensor(packed_weights, block_size, in_features, out_features, /*only_int4=*/true);
+  return {std::get<0>(out), std::get<1>(out), std::get<3>(out)};
 }
 
 UnpackedAny unpack_any_cpu(const Tensor& packed_weights, int64_t block_size, int64_t in_features,
                            int64_t out_features) {
-  const Unpacked out = unpack_tensor(packed_weights, block_size, in_features, out_features, /*only_int4=*/false);
-  return {out.weights,        out.scales,   out.zero_points,  out.bias,           values_name(out.shape.kind.values),
-          out.channel_scales, out.minimums, out.super_scales, out.super_minimums, out.shape.activation_group};
+  return unpack_tensor(packed_weights, block_size, in_features, out_features, /*only_int4=*/false);
 }
 
 Tensor matmul_cpu(const Tensor& inp, const Tensor& packed_weights, int64_t block_size, int64_t in_features,

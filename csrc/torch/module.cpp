@@ -2,7 +2,6 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
-#include <string>
 
 #include "torch/info.h"
 

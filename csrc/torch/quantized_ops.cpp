@@ -75,9 +75,7 @@ void check_gemm_types(DeviceCheck check_devices, const Tensor& quant_x, const Te
     check_packed("weight", weight, /*stack=*/false);
   } else {
     W4A8_CHECK(weight.dim() == 2, "weight has ", weight.dim(), " dimensions, expected int32 [K/8, N]");
-    const auto type = type_of(weight_scale);
-    W4A8_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
-               "weight_scale has dtype ", type, ", expected float32, bfloat16 or float16");
+    activation_dtype("weight_scale", weight_scale);
   }
   W4A8_CHECK(is_integer(type_of(weight_zero_point)), "weight_zero_point has dtype ", type_of(weight_zero_point),
              ", expected an integer type");
@@ -116,12 +114,9 @@ void check_per_token(const char* name, const Tensor& tensor, const Tensor& quant
              shape_text(sizes), " for quant_x of shape ", shape_text(quant_x.sizes()));
 }
 
-struct WeightZeros {
-  Tensor values;  // uint8: one, or [K/g, N]; undefined: 8 everywhere, or none given
-};
-
-// 8 everywhere may have any shape, and with a packed weight none at all.
-WeightZeros weight_zeros(const Tensor& weight_zero_point, bool packed) {
+// uint8: one, or [K/g, N]; undefined: 8 everywhere, or none given. 8 everywhere may have any shape, and with a packed
+// weight none at all.
+Tensor weight_zeros(const Tensor& weight_zero_point, bool packed) {
   const Tensor zero = dense_as(weight_zero_point, ScalarType::Long);
   W4A8_CHECK(packed || zero.numel() > 0, "weight_zero_point is empty, expected 0..15");
   const auto* values = input_data<int64_t>(zero);
@@ -130,14 +125,13 @@ WeightZeros weight_zeros(const Tensor& weight_zero_point, bool packed) {
     W4A8_CHECK(values[i] >= 0 && values[i] <= 15, "weight_zero_point is ", values[i], ", expected 0..15");
     symmetric = symmetric && values[i] == 8;
   }
-  return {symmetric ? Tensor() : dense_as(zero, ScalarType::Byte)};
+  return symmetric ? Tensor() : dense_as(zero, ScalarType::Byte);
 }
 
 // A packed weight given by the caller has its own zero points.
-void check_packed_zeros(const PackedShape& shape, const Tensor& weight_zero_point, const WeightZeros& zeros) {
+void check_packed_zeros(const PackedShape& shape, const Tensor& weight_zero_point, const Tensor& zeros) {
   if (shape.kind == kInt4) {
-    W4A8_CHECK(!zeros.values.defined(),
-               "weight_zero_point is not 8, but the packed weight is int4 without zero points");
+    W4A8_CHECK(!zeros.defined(), "weight_zero_point is not 8, but the packed weight is int4 without zero points");
   } else {
     W4A8_CHECK(weight_zero_point.numel() == 0,
                "weight_zero_point is given, expected an empty tensor: the packed weight ", "is ",
@@ -157,32 +151,29 @@ PackedMatrix open_weight(const Tensor& packed, const Tensor& weight_scale, int64
 }
 
 // weight int32 [K/8, N] -> packed. Its transpose's little-endian bytes are the nibbles in the order of k.
-Tensor pack_words(const Kernel& kernel, const Tensor& weight, const Tensor& weight_scale, const WeightZeros& zeros,
+Tensor pack_words(const Kernel& kernel, const Tensor& weight, const Tensor& weight_scale, const Tensor& zeros,
                   int64_t k, int64_t group_size, int64_t activation_group) {
   W4A8_CHECK(k % 8 == 0 && weight.size(0) == k / 8, "weight has shape ", shape_text(weight.sizes()),
              ", expected int32 [K/8, N] with ", "8 * size(0) = K = ", k, ", the last dimension of quant_x");
-  PackedShape shape = matrix_shape(group_size == -1 ? k : group_size, k, weight.size(1),
-                                   zeros.values.defined() ? kInt4ZeroPoints : kInt4);
+  PackedShape shape =
+      matrix_shape(group_size == -1 ? k : group_size, k, weight.size(1), zeros.defined() ? kInt4ZeroPoints : kInt4);
   W4A8_CHECK(weight_scale.dim() == 2 && weight_scale.size(0) == shape.groups() && weight_scale.size(1) == shape.n,
              "weight_scale has shape ", shape_text(weight_scale.sizes()), ", expected [", shape.groups(), ", ", shape.n,
              "] for group_size = ", group_size);
-  const ScalarType scale_dtype = type_of(weight_scale);
-  shape.scale_type = scale_dtype == ScalarType::Float
-                         ? ScaleType::kFloat32
-                         : (scale_dtype == ScalarType::Half ? ScaleType::kFloat16 : ScaleType::kBFloat16);
+  shape.scale_type = static_cast<ScaleType>(activation_dtype("weight_scale", weight_scale));  // the same numbers
   shape.activation_group = activation_group;
   const Tensor words = dense(transposed(weight));
   const Tensor scales = dense(transposed(weight_scale));
   Tensor z;
-  if (zeros.values.defined()) {
-    W4A8_CHECK(zeros.values.numel() == 1 || same_sizes(zeros.values, weight_scale), "weight_zero_point has shape ",
-               shape_text(zeros.values.sizes()), ", expected one element or that of weight_scale, ",
+  if (zeros.defined()) {
+    W4A8_CHECK(zeros.numel() == 1 || same_sizes(zeros, weight_scale), "weight_zero_point has shape ",
+               shape_text(zeros.sizes()), ", expected one element or that of weight_scale, ",
                shape_text(weight_scale.sizes()));
-    if (zeros.values.numel() == 1) {
+    if (zeros.numel() == 1) {
       z = new_tensor({shape.n, shape.groups()}, ScalarType::Byte, weight);
-      std::fill_n(output_data<uint8_t>(z), z.numel(), *input_data<uint8_t>(zeros.values));
+      std::fill_n(output_data<uint8_t>(z), z.numel(), *input_data<uint8_t>(zeros));
     } else {
-      z = dense(transposed(zeros.values));
+      z = dense(transposed(zeros));
     }
   }
   Tensor packed = new_tensor({packed_bytes(shape)}, ScalarType::Byte, weight);
@@ -236,7 +227,7 @@ Tensor int4_gemm_cpu(const Tensor& quant_x, const Tensor& x_scale, const Tensor&
                      const OptionalTensor& g_idx, const OptionalTensor& bias, Optional<ScalarType> out_dtype) {
   check_gemm_types(check_cpu, quant_x, x_scale, x_zero, weight, weight_scale, weight_zero_point, group_size, g_idx,
                    bias, out_dtype);
-  const WeightZeros zeros = weight_zeros(weight_zero_point, is_packed(weight));
+  const Tensor zeros = weight_zeros(weight_zero_point, is_packed(weight));
   const int64_t k = quant_x.size(-1);
   const Kernel& kernel = op_kernel();  // for both steps
   const Tensor packed = is_packed(weight) ? dense(weight)

@@ -1,8 +1,6 @@
 // Routing decisions to rows sorted by expert.
 #include "core/moe/bucket.h"
 
-#include <algorithm>
-
 #include "test_util.h"
 
 namespace w4a8::test {

@@ -21,16 +21,6 @@ struct Rounded {
   bool operator==(const Rounded&) const = default;
 };
 
-PackedShape shape_of(int64_t n, int64_t k, int64_t group, WeightKind kind, ScaleType scale_type) {
-  PackedShape shape;
-  shape.n = n;
-  shape.k = k;
-  shape.group = group;
-  shape.kind = kind;
-  shape.scale_type = scale_type;
-  return shape;
-}
-
 // Two matrices of normal weights, of which some rows are zeros, tiny, huge or have one outlier.
 std::vector<float> awkward_weights(Rng& rng, const PackedShape& shape, DType dtype) {
   std::vector<float> weights;
@@ -78,7 +68,7 @@ TEST_P(RoundingTest, AsThePortableKernel) {
       for (const DType dtype : kAllDTypes) {
         ++turn;
         const ScaleType scale_type = turn % 2 == 0 ? ScaleType::kFloat32 : ScaleType::kBFloat16;
-        const PackedShape shape = shape_of(n, k, group, kind, scale_type);
+        const PackedShape shape = {n, k, group, scale_type, false, kind};
         const int effort = turn % 3;
         SCOPED_TRACE(std::string(kind_name(kind)) + " n=" + std::to_string(n) + " k=" + std::to_string(k) +
                      " group=" + std::to_string(group) + " " + dtype_name(dtype) + " effort=" + std::to_string(effort));
@@ -101,7 +91,7 @@ TEST_P(RoundingTest, AnyEvenLength) {
   SerialParallel serial;
   for (int64_t k = 2; k <= 70; k += 2) {
     const WeightKind kind = k % 3 == 0 ? kInt4ZeroPoints : (k % 3 == 1 ? kE2M1 : (k % 4 == 0 ? kInt6 : kInt8));
-    const PackedShape shape = shape_of(2, k, k, kind, ScaleType::kFloat32);
+    const PackedShape shape = {2, k, k, ScaleType::kFloat32, false, kind};
     const DType dtype = k % 5 < 2 ? DType::kBFloat16 : DType::kFloat32;
     const std::vector<uint8_t> weights = to_dtype(awkward_weights(rng, shape, dtype), dtype);
     const Guard guard = k % 8 < 4 ? Guard::kBefore : Guard::kAfter;
@@ -112,7 +102,7 @@ TEST_P(RoundingTest, AnyEvenLength) {
 
 TEST_P(RoundingTest, NotFinite) {
   SerialParallel serial;
-  const PackedShape shape = shape_of(20, 34, 34, kInt4, ScaleType::kFloat32);
+  const PackedShape shape = {20, 34, 34, ScaleType::kFloat32, false, kInt4};
   for (const float bad : {std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity(),
                           std::numeric_limits<float>::quiet_NaN()}) {
     for (const std::size_t where : {0u, 33u, 34u * 17, 2 * 20u * 34 - 1}) {

@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <cfenv>
-#include <functional>
 #include <mutex>
 #include <new>
 #include <set>

@@ -2,7 +2,6 @@
 // on three, the bytes of the cache and the bits of the outputs are those of the reference, and nothing else is written
 // or read.
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <limits>
 #include <set>

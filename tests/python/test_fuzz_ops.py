@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import reference
 import torch
-from common import DTYPES, KERNELS, assert_same_bits, bits, from_numpy, make_layer, make_matrix
+from common import DTYPES, KERNELS, activation_groups, assert_same_bits, bits, from_numpy, make_layer, make_matrix
 
 import w4a8
 
@@ -46,11 +46,6 @@ def shapes(draw):
     return k, k
 
 
-def activation_groups(group):
-    """Sizes that a weight group (not of 16) allows, and -1."""
-    return st.sampled_from([-1, *(size for size in (32, 64, 128) if group % size == 0)])
-
-
 @st.composite
 def activations(draw, rows, k, dtype):
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
@@ -77,7 +72,7 @@ def refused(call, name):
 def test_matmul(data, dtype, n, rows, shape, with_bias, narrow):
     k, group = shape
     torch.manual_seed(data.draw(st.integers(0, 2**16)))
-    activation_group = data.draw(activation_groups(group))
+    activation_group = data.draw(st.sampled_from(activation_groups(group, k)))
     scale_dtype = torch.bfloat16 if narrow else torch.float32
     matrix = make_matrix(n, k, group, scale_dtype, with_bias, activation_group=activation_group)
     matrix.weights = data.draw(strided(matrix.weights))
@@ -102,7 +97,8 @@ def test_moe(data, tokens, top_k, experts, dtype, kind):
     torch.manual_seed(data.draw(st.integers(0, 2**16)))
     group = data.draw(st.sampled_from([-1, 32]))
     hidden, inner = (64, 32) if group == 32 else data.draw(st.sampled_from([(34, 18), (2, 2), (64, 46)]))
-    groups = data.draw(st.tuples(*(activation_groups(k if group == -1 else group) for k in (hidden, inner))))
+    allowed = (activation_groups(k if group == -1 else group, k) for k in (hidden, inner))
+    groups = data.draw(st.tuples(*map(st.sampled_from, allowed)))
     gated, bias = data.draw(st.booleans()), data.draw(st.booleans())
     layer = make_layer(experts, hidden, inner, group, gated, bias, activation_groups=groups)
     x = data.draw(strided(data.draw(activations(tokens, hidden, dtype))))

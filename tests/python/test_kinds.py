@@ -94,25 +94,6 @@ def test_matrices_leave_out_zero_points_that_say_nothing():
     assert w4a8.read_header(matrix.pack(torch.float32))["has_zero_points"]
 
 
-def test_committed_bytes():
-    """Byte for byte, the example of docs/packed_layout.md."""
-    weights = torch.tensor([[(5 * k + 3 * n) % 16 | (5 * (k + 1) + 3 * n) % 16 << 4 for k in range(0, 64, 2)]
-                            for n in range(2)], dtype=torch.uint8)  # fmt: skip
-    scales = torch.tensor([[1.0, 2.0], [-3.0, 0.5]])
-    packed = w4a8.dyn_quant_pack_4bit_weight(weights, scales, torch.tensor([1.0, -2.0]), 32, 64, 2).numpy()
-    header = b"W4A8PACK" + np.array([5], "<u4").tobytes() + bytes([0, 0, 1, 0])  # int4, float32, bias
-    header += np.array([2, 64, 32, -1], "<i8").tobytes() + bytes(16)
-    assert packed[:64].tobytes() == header
-    panel = packed[64:]
-    for step in range(8):
-        even = bytes([0x40, 0x95, 0xEA, 0x3F, 0x73, 0xC8, 0x1D, 0x62])
-        odd = bytes([0xC8, 0x1D, 0x62, 0xB7, 0xFB, 0x40, 0x95, 0xEA])
-        at = 64 * (1 + step + step // 4)  # behind the scales of its group
-        assert panel[at : at + 64].tobytes() == (odd if step % 2 else even) + b"\x88" * 56
-    for at, pair in [(0, [1, -3]), (320, [2, 0.5]), (640, [-48, 40]), (704, [1, -2])]:
-        assert panel[at : at + 64].view("<f4").tolist() == pair + [0] * 14
-
-
 def test_committed_bytes_of_int8():
     codes = torch.tensor([[(7 * k + 3 * n) % 256 for k in range(32)] for n in range(2)], dtype=torch.uint8)
     zeros = torch.tensor([[0x9C], [0x05]], dtype=torch.uint8)

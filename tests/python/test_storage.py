@@ -101,22 +101,6 @@ def test_packing_is_deterministic(sample, set_threads):
         assert_same_bits(matrix.pack(), packed)
 
 
-def test_header_fields(sample):
-    _, packed, _, _ = sample
-    header = w4a8.read_header(packed)
-    assert header["n"] == 33
-    assert header["k"] == 96
-    assert header["group"] == 32
-    assert header["scale_dtype"] == "bfloat16"
-    assert header["has_bias"] is True
-    assert header["bytes"] == packed.numel()
-    assert header["version"] == 5
-    plain = w4a8.read_header(make_matrix(1, 10, 10).pack())
-    assert (plain["n"], plain["k"], plain["group"]) == (1, 10, 10)
-    assert plain["scale_dtype"] == "float32"
-    assert plain["has_bias"] is False
-
-
 @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview, np.array, np.frombuffer])
 def test_header_of_any_buffer(sample, kind):
     _, packed, _, _ = sample

@@ -35,11 +35,8 @@ struct Piece {
   Range segments;
 };
 
-struct Visible {
-  int64_t begin;
-  int64_t end;
-};
-Visible visible(const PagedCache& cache, const Queries& queries, int64_t sequence, int64_t token) {
+// The keys that a token sees.
+Range visible(const PagedCache& cache, const Queries& queries, int64_t sequence, int64_t token) {
   const int64_t length = cache.lengths[sequence];
   const int64_t position = cache.before(sequence) + token;
   const int64_t before = queries.window > 0 ? std::max<int64_t>(0, position - queries.window + 1) : 0;
@@ -130,8 +127,8 @@ class Attention {
     const int64_t parts = ceil_div(rows, kMostQueryRows);
     for (int64_t i = parts; i-- > 0;) {
       const Range range = share(rows, parts, i);
-      const Visible first = visible(cache_, queries_, sequence, range.begin / group_);
-      const Visible last = visible(cache_, queries_, sequence, (range.end - 1) / group_);
+      const Range first = visible(cache_, queries_, sequence, range.begin / group_);
+      const Range last = visible(cache_, queries_, sequence, (range.end - 1) / group_);
       const Range segments = {first.begin / kSegmentKeys, ceil_div(last.end, kSegmentKeys)};
       for (int64_t head = 0; head < cache_.heads; ++head) tiles_.push_back({sequence, head, range, segments});
       most_rows_ = std::max(most_rows_, ceil_div(range.size(), kHeadStep) * kHeadStep);
@@ -221,7 +218,7 @@ class Attention {
           element(queries_.data,
                   (cache_.starts[tile.sequence] + token) * queries_.token_stride + head(tile, r) * queries_.head_stride,
                   queries_.dtype);
-      const Visible range = visible(cache_, queries_, tile.sequence, token);
+      const Range range = visible(cache_, queries_, tile.sequence, token);
       own.begin[r] = static_cast<int32_t>(range.begin);
       own.end[r] = static_cast<int32_t>(range.end);
     }

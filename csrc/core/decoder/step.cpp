@@ -1,7 +1,6 @@
 #include "core/decoder/step.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "core/decoder/rows.h"
 #include "core/moe/fused_moe.h"

@@ -58,7 +58,6 @@ struct CacheShape {
     if (kind != CacheKind::kInt8) return key_scales_at();
     return reference_at() + (2 * key_size + kLineBytes - 1) / kLineBytes * kLineBytes;
   }
-  bool operator==(const CacheShape&) const = default;
 };
 
 /// Tokens to be written to one block.
