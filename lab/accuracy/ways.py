@@ -18,8 +18,9 @@ from trained_models import Source
 import w4a8
 from accuracy.emulate import PER_TOKEN, Emulated, emulate_, rounding
 from accuracy.score import Logits, Reference
+from w4a8.nn import QuantOptions
 from w4a8.nn.linear import PackedLinear
-from w4a8.nn.rounding import round_to_8_bits
+from w4a8.nn.rounding import round_weight
 from w4a8.quantization.texts import own_text
 
 SECTIONS = (
@@ -238,7 +239,7 @@ def rounded_head(head: torch.nn.Linear, bits: int, activation_group: int) -> tup
     if bits == 4:
         layer = make(head, 32, scale_dtype=torch.bfloat16, **(told or {}))
     else:
-        layer = make(round_to_8_bits(head.weight.detach()), **(told or {}))
+        layer = make(round_weight(head.weight.detach(), QuantOptions(-1, values="int8")), **(told or {}))
     size = 8 * layer.packed.numel() / head.weight.numel()
     if told is not None:
         return layer, size, "operators"

@@ -10,7 +10,7 @@ from common import DTYPES, KERNELS, assert_same_bits, from_numpy
 import w4a8
 from w4a8.nn import W4A8Experts, W4A8Linear
 from w4a8.nn.options import QuantOptions
-from w4a8.nn.rounding import round_to_8_bits, round_weight
+from w4a8.nn.rounding import round_weight
 
 SCALE_TYPES = [torch.float32, torch.bfloat16]
 # What from_float takes, and what the operator takes.
@@ -348,10 +348,10 @@ def test_round_weight_is_the_operator(kind):
                 assert_same_bits(matrix.zero_points, want[2])
 
 
-def test_round_to_8_bits_is_the_operator():
+def test_8_bits_are_the_operator_s():
     weight = torch.randn(24, 64)
     for options in ({}, {"effort": 0}):
-        matrix = round_to_8_bits(weight, **options)
+        matrix = round_weight(weight, QuantOptions(-1, values="int8", **options))
         codes, scales, _ = w4a8.round_weights(weight, 64, values="int8", **options)
         assert_same_bits(matrix.codes, codes)
         assert_same_bits(matrix.scales, scales)
@@ -385,15 +385,14 @@ def test_errors():
             round_weight(weight, QuantOptions(group))
     for effort in (-1, 3, True, "1"):
         with pytest.raises(ValueError, match=f"effort is {effort!r}, expected 0, 1 or 2"):
-            round_to_8_bits(weight, effort)
+            QuantOptions(effort=effort)
     with pytest.raises(RuntimeError, match="importance has shape"):
         round_weight(weight, QuantOptions(), importance=torch.ones(32))
     for bad in (float("nan"), float("inf")):
         weight[3, 63] = bad
-        with pytest.raises(ValueError, match="the weight has a NaN or an infinite element"):
-            round_weight(weight, QuantOptions())
-        with pytest.raises(ValueError, match="the weight has a NaN or an infinite element"):
-            round_to_8_bits(weight)
+        for options in (QuantOptions(), QuantOptions(-1, values="int8")):
+            with pytest.raises(ValueError, match="the weight has a NaN or an infinite element"):
+                round_weight(weight, options)
 
 
 @kinds

@@ -48,12 +48,9 @@ class ExpertStacks(Experts):
         self.names = {stack: f"blk.{index}.ffn_{stack}_exps" for stack in sorted(names)}
         self.has_bias = any(f"{name}.bias" in file for name in self.names.values())
         self.bias_dtype = torch.float32 if self.has_bias else None
-        if set(self.names) not in ({"gate", "up", "down"}, {"gate_up", "down"}, {"up", "down"}):
-            raise CheckpointError(
-                f"blk.{index} has the stacks of experts {', '.join(self.names)}, but gate, up, down are expected"
-            )
         self.is_gated = len(self.names) == 3 or "gate_up" in self.names
-        if settings is not None and settings.activation.is_gated != self.is_gated:
+        known = set(self.names) in ({"gate", "up", "down"}, {"gate_up", "down"}, {"up", "down"})
+        if not known or (settings is not None and settings.activation.is_gated != self.is_gated):
             raise CheckpointError(
                 f"blk.{index} has the stacks of experts {', '.join(self.names)}, but gate, up, down are expected"
             )

@@ -356,18 +356,14 @@ def indexer(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> di
     }
 
 
-def _any(tensors: Sequence[str], end: str) -> bool:
-    return any(name.endswith(end) for name in tensors)
-
-
 def norms_of_heads(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
     """Norms of heads, if there are tensors."""
-    return {"use_qk_norm": _any(tensors, ".attn_q_norm.weight")}
+    return {"use_qk_norm": any(name.endswith(".attn_q_norm.weight") for name in tensors)}
 
 
 def output_bias(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:
     """Bias of attention's output, if there is a tensor."""
-    return {"attention_out_bias": _any(tensors, ".attn_output.bias")}
+    return {"attention_out_bias": any(name.endswith(".attn_output.bias") for name in tensors)}
 
 
 def output_layer_bias(keys: Keys, config: Mapping[str, Any], tensors: Sequence[str]) -> dict[str, Any]:

@@ -120,7 +120,7 @@ class GGUFLinears:
         parts = torch.arange(rows).split(counts)
         return torch.cat([part.view(keys, -1) for part in parts], 1).flatten()
 
-    def linear(self, names: str | Sequence[str], activation_group: int | None) -> W4A8Linear | W8A8Linear:
+    def linear(self, names: Sequence[str], activation_group: int | None) -> W4A8Linear | W8A8Linear:
         """A packed matrix, of one tensor in blocks (``blk.0.attn_q.weight`` say) or of several.
 
         A ``.bias`` beside one tensor is the layer's. ``activation_group`` is as of :func:`w4a8.load`.
@@ -128,7 +128,6 @@ class GGUFLinears:
         Raises:
             ValueError: the operators cannot run it, or ``activation_group`` does not fit.
         """
-        names = [names] if isinstance(names, str) else list(names)
         rows, columns = sum(self.file.tensors[name].shape[0] for name in names), self.file.tensors[names[0]].shape[-1]
         if len(names) > 1:
             whole, order = joined([each for name in names for _, each in self.pieces(name)]), self.joined_order(names)

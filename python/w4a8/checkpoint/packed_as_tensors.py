@@ -125,11 +125,6 @@ def group_sizes(parts: Parts) -> dict[str, int]:
     return {name: header["group"] for name, header in headers.items()}
 
 
-def group_of(parts: Parts) -> int:
-    """The least of :func:`group_sizes`."""
-    return min(group_sizes(parts).values())
-
-
 def only_whole(parts: Parts, model_type: str | None, exported: bool = False) -> str | None:
     """Why the matrices of a module cannot be unpacked for vLLM's cuts or for other readers; None: they can.
 
@@ -194,7 +189,7 @@ def compressed_tensors_config(
             symmetric = directory.is_symmetric(module) if exported else directory.symmetric and bits == 4
             # Weights and inputs of 8 bits are another kind of layer there.
             per_token = bits == 4 and all(stored.header["activation_group"] == PER_TOKEN for stored in parts.values())
-            form = _Form(group_of(parts), bits, symmetric, per_token and not exported)
+            form = _Form(min(group_sizes(parts).values()), bits, symmetric, per_token and not exported)
             forms.setdefault(form, []).append(target)
     # The most frequent form is for all linear layers that are not named. Other readers get all names: vLLM itself
     # asks for the class of a joined layer first, then for the names of its projections.

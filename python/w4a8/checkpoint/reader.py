@@ -163,7 +163,7 @@ def load_linear(
         found = {name: tensor for name, tensor in linears.layers().items() if only is None or only(name)}
 
         def read(name: str) -> Callable[[], W4A8Linear | W8A8Linear]:
-            return partial(linears.linear, found[name], activation_group)
+            return partial(linears.linear, [found[name]], activation_group)
 
     else:
         config = read_json(Path(path) / "config.json")

@@ -11,7 +11,7 @@ from w4a8.checkpoint.gguf_architectures import NOT_IN_VLLM, named
 from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.command.headers import Header, Mapped
 from w4a8.core.words import weights_in_words
-from w4a8.formats.packed_directory import EMBEDDINGS, STANDS_FOR, joined_as
+from w4a8.formats.packed_directory import ALL_STAND_FOR, joined_as
 from w4a8.ops import read_header
 
 RUNS, FLOAT, REFUSED = "runs", "stays float", "refused"
@@ -65,7 +65,7 @@ def of_packed(headers: Mapping[str, Header]) -> Iterator[Layer]:
     mapped, experts = Mapped(), {}
     for key, header in headers.items():
         name, _, leaf = key.rpartition(".")
-        if leaf not in {**STANDS_FOR, **EMBEDDINGS}:
+        if leaf not in ALL_STAND_FOR:
             yield Layer(name, role_of(name, len(header.shape)), FLOAT, header.dtype, "not quantized", header.bytes)
             continue
         count = header.shape[0] if len(header.shape) == 2 else 1

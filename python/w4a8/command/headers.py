@@ -100,10 +100,10 @@ class Mapped:
     def __init__(self) -> None:
         self._files: dict[Path, memoryview] = {}
 
-    def bytes(self, header: Header, begin: int = 0, count: int | None = None) -> memoryview:
-        """The data of a tensor from byte ``begin`` on: ``count`` bytes; None: as many as the tensor has."""
+    def bytes(self, header: Header, begin: int, count: int) -> memoryview:
+        """The data of a tensor from byte ``begin`` on: ``count`` bytes."""
         if header.file not in self._files:
             with header.file.open("rb") as file:
                 self._files[header.file] = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         start = header.begin + begin
-        return self._files[header.file][start : start + (header.bytes if count is None else count)]
+        return self._files[header.file][start : start + count]

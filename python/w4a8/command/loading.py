@@ -97,11 +97,6 @@ def is_packed(path: Path) -> bool:
     return not is_gguf(path) and is_packed_config(config_in(path))
 
 
-def source_of(path: Path) -> tuple[Path, dict[str, str]]:
-    """Arguments of ``from_pretrained``: the folder, and ``gguf_file``, the name of a GGUF file."""
-    return (path.parent, {"gguf_file": path.name}) if is_gguf(path) else (path, {})
-
-
 def load(path: Path, args: argparse.Namespace, text: str | None = None) -> tuple[Any, QuantizationReport | None]:
     """The packed model, and the report of what became of its layers; a packed directory has no report (None).
 
@@ -129,7 +124,7 @@ def load(path: Path, args: argparse.Namespace, text: str | None = None) -> tuple
     from w4a8.integrations.transformers import W4A8Config
     from w4a8.integrations.transformers.names import refuse_codes
 
-    folder, options = source_of(path)
+    folder, options = (path.parent, {"gguf_file": path.name}) if is_gguf(path) else (path, {})
     config = W4A8Config(activation_group=activation_group, **given)
     if text is not None:
         options["dtype"] = "auto"

@@ -18,7 +18,7 @@ from w4a8.command.headers import Header, Mapped, read_headers
 from w4a8.command.report import add_json, labelled, show
 from w4a8.core.json_fields import read_json
 from w4a8.core.words import gigabytes
-from w4a8.formats.packed_directory import EMBEDDINGS, STANDS_FOR, check_listed, check_stated
+from w4a8.formats.packed_directory import ALL_STAND_FOR, check_listed, check_stated
 from w4a8.formats.rules import config_in
 from w4a8.ops import read_header
 from w4a8.progress import progress_bar
@@ -126,7 +126,7 @@ def _wrong_matrices(tensors: dict[str, Header]) -> tuple[int, list[str]]:
     """The number of packed matrices, and problems with their headers."""
     mapped, count, wrong = Mapped(), 0, []
     for name, header in tensors.items():
-        if name.rpartition(".")[2] not in {**STANDS_FOR, **EMBEDDINGS}:
+        if name.rpartition(".")[2] not in ALL_STAND_FOR:
             continue
         rows = header.shape[0] if len(header.shape) == 2 else 1
         size = header.bytes // max(1, rows)

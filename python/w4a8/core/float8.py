@@ -10,11 +10,6 @@ import torch
 E4M3: torch.dtype = getattr(torch, "float8_e4m3fn", torch.uint8)
 
 
-def bits_of(scales: torch.Tensor) -> torch.Tensor:
-    """float8_e4m3fn as uint8 of the same shape (a view); uint8 as it is."""
-    return scales.view(torch.uint8)
-
-
 @cache
 def e4m3_values() -> torch.Tensor:
     """float32 [256], the number of each byte: a sign, 4 bits of exponent, 3 of mantissa; bytes 127 and 255 are NaN."""

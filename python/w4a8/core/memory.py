@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import math
 import mmap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 
 import torch
@@ -79,7 +79,7 @@ def move_together(
     Raises:
         ValueError, RuntimeError: as fresh_bytes.
     """
-    mapped = _mapped_files()
+    mapped = mapped_files()
     small = list({tensor.data_ptr(): tensor for tensor in tensors if _can_move(tensor, mapped)}.values())
     moved = 0
     while small:
@@ -110,14 +110,15 @@ def _can_move(tensor: torch.Tensor, mapped: list[tuple[int, int]]) -> bool:
     return not any(begin <= tensor.data_ptr() < end for begin, end in mapped)
 
 
-def _mapped_files() -> list[tuple[int, int]]:
-    """Address ranges of this process that are mapped from files."""
+def mapped_files(paths: Container[str] | None = None) -> list[tuple[int, int]]:
+    """Address ranges [begin, end) of this process that are mapped from files; with ``paths``, from these alone."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:  # another system
         return []
     fields = [line.split(maxsplit=5) for line in lines]
-    ranges = [field[0].split("-") for field in fields if len(field) == 6 and field[4] != "0"]
+    mapped = [field for field in fields if len(field) == 6 and field[4] != "0"]
+    ranges = [field[0].split("-") for field in mapped if paths is None or field[5] in paths]
     return [(int(begin, 16), int(end, 16)) for begin, end in ranges]
 
 

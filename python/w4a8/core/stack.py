@@ -112,11 +112,6 @@ class MatrixStack:
         self._waiting: dict[int, _Waiting] = {}
         self._spare: _Waiting | None = None
 
-    @property
-    def scale_dtype(self) -> torch.dtype:
-        """The type of packed scales so far."""
-        return self.packed_as.scale_dtype
-
     def put(self, expert: int, row: int, matrix: Matrix, has_bias: bool = True) -> None:
         """Copies ``matrix`` to the rows of an expert from ``row`` on.
 

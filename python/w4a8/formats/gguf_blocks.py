@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from w4a8.core.float8 import powers_of_two
 from w4a8.core.kind import Kind
-from w4a8.core.matrix import Matrix
-
-SUPER = 256  # weights of a block of two levels
+from w4a8.core.matrix import SUPER, Matrix
 
 
 @dataclass(frozen=True)
@@ -101,9 +100,9 @@ def _matrix(codes: torch.Tensor, scales: torch.Tensor, kind: Kind = Kind.INT6, *
     return Matrix(codes.flatten(1), kind=kind, **tensors)
 
 
-def _q4_0(block: torch.Tensor) -> Matrix:
-    """d (q - 8): d, qs."""
-    return _matrix(_halves_in_pairs(block[..., 2:]), _float16(block[..., :2]), Kind.INT4)
+def _q4_0(block: torch.Tensor, kind: Kind = Kind.INT4) -> Matrix:
+    """d (q - 8), or of IQ4_NL d iq4[q]: d, qs."""
+    return _matrix(_halves_in_pairs(block[..., 2:]), _float16(block[..., :2]), kind)
 
 
 def _q4_1(block: torch.Tensor) -> Matrix:
@@ -188,11 +187,6 @@ def _q6_k(block: torch.Tensor) -> Matrix:
     return _matrix(codes, scales, super_scales=_float16(block[..., 208:]))
 
 
-def _iq4_nl(block: torch.Tensor) -> Matrix:
-    """d iq4[q]: d, qs."""
-    return _matrix(_halves_in_pairs(block[..., 2:]), _float16(block[..., :2]), Kind.IQ4)
-
-
 def _iq4_xs(block: torch.Tensor) -> Matrix:
     """d (sc - 32) iq4[q] in groups of 32: d, upper 2 bits of sc (uint16), low nibbles [4], qs, halves of 32."""
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)
@@ -227,7 +221,7 @@ TYPES = {
         BlockType("Q4_K", 12, SUPER, 144, 32, _q4_k),
         BlockType("Q5_K", 13, SUPER, 176, 32, _q5_k),
         BlockType("Q6_K", 14, SUPER, 210, 16, _q6_k),
-        BlockType("IQ4_NL", 20, 32, 18, 32, _iq4_nl),
+        BlockType("IQ4_NL", 20, 32, 18, 32, partial(_q4_0, kind=Kind.IQ4)),
         BlockType("IQ4_XS", 23, SUPER, 136, 32, _iq4_xs),
         BlockType("MXFP4", 39, 32, 17, 32, _mxfp4),
         BlockType("NVFP4", 40, 64, 36, 16, _nvfp4),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from w4a8.core.float8 import E4M3, bits_of
+from w4a8.core.float8 import E4M3
 from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix
 from w4a8.formats.format import Format, Part, register
@@ -19,7 +19,7 @@ def checked_block_scales(scales: torch.Tensor, name: str) -> torch.Tensor:
     Raises:
         ValueError: a scale is not a number, or has a sign. Packed scales have no sign, and no tool writes one.
     """
-    bits = bits_of(scales)
+    bits = scales.view(torch.uint8)
     if not bits.is_meta and (bits >= 0x7F).any():
         raise ValueError(f"{name}: not all scales are numbers without a sign")
     return bits

@@ -18,6 +18,7 @@ FORMAT, VERSION = "packed", 1
 STANDS_FOR = {"packed": "weight", "w13_packed": "gate_up_proj", "w2_packed": "down_proj"}
 # The same for an embedding that the output layer shares. No layer of vLLM takes such a tensor.
 EMBEDDINGS = {"rows_packed": "weight"}
+ALL_STAND_FOR = {**STANDS_FOR, **EMBEDDINGS}
 # Projections that vLLM joins to one layer, which runs if all are of one kind.
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 

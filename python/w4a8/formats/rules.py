@@ -77,12 +77,6 @@ def method_of(config: Mapping[str, Any]) -> str | None:
     return name if name in RULES else None
 
 
-def are_stacked(rules: Rules) -> bool:
-    """Whether one tensor has the codes of all experts of a layer."""
-    default = getattr(rules, "default", None)
-    return isinstance(default, Scheme) and default.facts.is_stacked
-
-
 def find_config(config: Mapping[str, Any], directory: Path | None = None) -> Mapping[str, Any]:
     """The quantization_config in config.json, for the whole model or its text part, or in an older file beside it.
 

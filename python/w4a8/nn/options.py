@@ -62,7 +62,8 @@ class QuantOptions:
         if dtype is None:
             raise ValueError(f"scale_dtype is {self.scale_dtype}, expected torch.float32 or torch.bfloat16")
         object.__setattr__(self, "scale_dtype", dtype)
-        check_effort(self.effort)
+        if isinstance(self.effort, bool) or self.effort not in (0, 1, 2):
+            raise ValueError(f"effort is {self.effort!r}, expected 0, 1 or 2")
         if not isinstance(self.symmetric, bool):
             raise TypeError(f"symmetric is {self.symmetric!r}, expected True or False")
         if self.values not in ("int4", "e2m1", "int6", "int8"):
@@ -95,9 +96,3 @@ class QuantOptions:
         """The options as JSON can hold them; the constructor takes the result."""
         found = {**asdict(self), "scale_dtype": str(self.scale_dtype).removeprefix("torch.")}
         return found if self.bits is not None else {key: value for key, value in found.items() if key != "bits"}
-
-
-def check_effort(effort: int) -> None:
-    """Raises ValueError if ``round_weights`` has no such effort."""
-    if isinstance(effort, bool) or effort not in (0, 1, 2):
-        raise ValueError(f"effort is {effort!r}, expected 0, 1 or 2")

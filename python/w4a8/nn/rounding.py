@@ -1,13 +1,12 @@
-"""From float weights to 4-bit codes, their scales and zero points; and to 8-bit codes."""
+"""From float weights to codes, their scales and zero points."""
 
 from __future__ import annotations
 
 import torch
 
-from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix
-from w4a8.nn.options import QuantOptions, check_effort
-from w4a8.ops import DEFAULT_EFFORT, round_weights
+from w4a8.nn.options import QuantOptions
+from w4a8.ops import round_weights
 
 _NOT_FINITE = "a NaN or an infinite element"
 
@@ -68,22 +67,6 @@ def check_finite(weight: torch.Tensor | None = None, bias: torch.Tensor | None =
     for name, tensor in (("bias", bias), ("weight", weight)):
         if tensor is not None and not tensor.is_meta and not tensor.isfinite().all():
             raise ValueError(f"the {name} has {_NOT_FINITE}")
-
-
-def round_to_8_bits(weight: torch.Tensor, effort: int = DEFAULT_EFFORT) -> Matrix:
-    """Rounds a matrix, with one float32 scale for each row.
-
-    Args:
-        weight: floating point [N, K], K even and at most 65536.
-        effort: as in :class:`QuantOptions`.
-
-    Raises:
-        ValueError: another effort, or the weight has a NaN or an infinity.
-    """
-    check_effort(effort)
-    how = {"values": Kind.INT8.value, "scale_dtype": torch.float32, "effort": effort}
-    codes, scales, _ = _rounded(weight, weight.shape[1], **how)
-    return Matrix(codes, scales, kind=Kind.INT8)
 
 
 def _rounded(weight: torch.Tensor, group: int, **how: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -218,12 +218,9 @@ def _parameters(module: torch.nn.Module) -> tuple[str, ...]:
 
 def _is_transposed(module: torch.nn.Module) -> bool:
     """Whether the matrices are [H, 2I] and [I, H]."""
-    return _is_llama4(module) or getattr(module, "is_transposed", False)
-
-
-def _is_llama4(module: torch.nn.Module) -> bool:
-    """Called with a run of rows for each expert, and nothing else (see ``W4A8Experts.forward``)."""
-    return type(module).__name__ == "Llama4TextExperts"
+    # Called with a run of rows for each expert, and nothing else (see ``W4A8Experts.forward``).
+    is_llama4 = type(module).__name__ == "Llama4TextExperts"
+    return is_llama4 or getattr(module, "is_transposed", False)
 
 
 def is_gpt_oss(module: torch.nn.Module) -> bool:

@@ -50,15 +50,6 @@ class Plan:
     skipped: dict[str, str] = field(default_factory=dict)
 
 
-@dataclass
-class _Linear:
-    """A linear layer that can be replaced, unless a module that stays shares the weight."""
-
-    module: torch.nn.Linear
-    names: list[str]
-    places: list[tuple[torch.nn.Module, str]]
-
-
 class _Planner:
     def __init__(self, model: torch.nn.Module, options: QuantOptions, skip: Skipped) -> None:
         self.model = model
@@ -66,7 +57,7 @@ class _Planner:
         self.large = Large(model)  # parameters that are named if they stay
         self.skip = skip
         self.plan = Plan()
-        self.found: dict[int, Job | _Linear] = {}  # by id of the module, in the order of the model
+        self.found: dict[int, Job] = {}  # by id of the module, in the order of the model
         self.heads: dict[int, str] = {}  # by id of an output layer: why it is left alone
         self.excluded: dict[int, str] = {}  # by id of a module to leave alone under all of its names: the reason
 
@@ -116,7 +107,7 @@ class _Planner:
             self.plan.skipped[name] = reason
             self.leave(id(module), reason)
             return
-        entry = self.found.setdefault(id(module), job if job is not None else _Linear(module, [], []))
+        entry = self.found.setdefault(id(module), job or Job("linear", [], []))
         entry.names.append(name)
         if not any(place[0] is owner and place[1] == key for place in entry.places):
             entry.places.append((owner, key))
@@ -188,24 +179,25 @@ class _Planner:
                 if parameter is not None:
                     holders.setdefault(id(parameter), []).append((id(module), name))
         for key, entry in list(self.found.items()):
-            if isinstance(entry, _Linear):
-                others = [name for other, name in holders[id(entry.module.weight)] if other not in self.found]
+            if entry.kind == "linear":
+                weight = getattr(*entry.places[0]).weight
+                others = [name for other, name in holders[id(weight)] if other not in self.found]
                 if others:
                     self.leave(key, f"its weight is shared with {others[0]}")
 
     def finish(self) -> Plan:
         """The jobs, linear layers with the same weight and bias in one."""
         tied: dict[tuple[int, int], Job] = {}
-        for entry in self.found.values():
-            if isinstance(entry, Job):
-                self.plan.jobs.append(entry)
-                continue
-            parameters = (id(entry.module.weight), id(entry.module.bias))
-            if parameters not in tied:
-                tied[parameters] = Job("linear", [], [])
-                self.plan.jobs.append(tied[parameters])
-            tied[parameters].names += entry.names
-            tied[parameters].places += entry.places
+        for job in self.found.values():
+            first = job
+            if job.kind == "linear":
+                linear = getattr(*job.places[0])
+                first = tied.setdefault((id(linear.weight), id(linear.bias)), job)
+            if first is job:
+                self.plan.jobs.append(job)
+            else:
+                first.names += job.names
+                first.places += job.places
         return self.plan
 
 

@@ -301,7 +301,7 @@ def test_other_scales_again():
     """Those of w13 fit in float32, whatever they are; those of w2 not in bfloat16."""
     packed_as = {"w13": PackedAs(scale_dtype=torch.float32), "w2": PackedAs(scale_dtype=torch.bfloat16)}
     packer = _put(_packer(packed_as=packed_as), _experts("int4", scale_dtype=torch.bfloat16))
-    assert packer.stacks["w13"].scale_dtype == torch.float32
+    assert packer.stacks["w13"].packed_as.scale_dtype == torch.float32
     with pytest.raises(ValueError, match=r"name w2: .*are no bfloat16 values"):
         _put(_packer(packed_as=packed_as), _experts("int4", scale_dtype=torch.float32))
 
@@ -326,7 +326,7 @@ def test_exactness_is_one_rule():
         assert next(kept_scale_dtypes(scales, "int4", -1, 64)) == dtype
         stack = MatrixStack(1, 2, 64, -1)
         stack.put(0, 0, Matrix(torch.zeros(2, 32, dtype=torch.uint8), scales))
-        assert stack.scale_dtype == dtype
+        assert stack.packed_as.scale_dtype == dtype
 
 
 def test_two_levels_again():

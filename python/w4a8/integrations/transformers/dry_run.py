@@ -16,7 +16,7 @@ from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.checkpoint.gguf_linear import GGUFLinears
 from w4a8.core.matrix import Matrix
 from w4a8.formats import FORMATS
-from w4a8.formats.packed_directory import EMBEDDINGS, STANDS_FOR
+from w4a8.formats.packed_directory import ALL_STAND_FOR
 from w4a8.integrations.selftest import missing
 from w4a8.integrations.transformers import gguf, guard, names
 
@@ -26,7 +26,6 @@ _SMALL = {
 }
 _SMALL |= {"bias"}
 # Of those a view is taken, and the header is read.
-_PACKED = {**STANDS_FOR, **EMBEDDINGS}
 
 
 @contextmanager
@@ -110,7 +109,8 @@ class _File:
 
     def get_slice(self, key: str) -> Any:
         leaf = key.replace("_bias", ".bias").rpartition(".")[2]  # gpt-oss has down_proj_bias, of all experts
-        if self.file is not None and (leaf in _PACKED or key not in self.header):  # the index may name another file
+        # The index may name another file than the one with the header.
+        if self.file is not None and (leaf in ALL_STAND_FOR or key not in self.header):
             return self.file.get_slice(key)
         return _Slice(self.header[key], self.file is not None and leaf in _SMALL)
 

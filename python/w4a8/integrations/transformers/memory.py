@@ -10,6 +10,8 @@ from collections.abc import Iterable
 
 import torch
 
+from w4a8.core.memory import mapped_files
+
 _MADV_DONTNEED = 4
 
 
@@ -28,7 +30,7 @@ class Pages:
         """
         self.mappings: list[tuple[int, int]] = []
         if sys.platform.startswith("linux"):
-            self.mappings = _mappings({os.path.realpath(path) for path in files})
+            self.mappings = mapped_files({os.path.realpath(path) for path in files})
             self.libc = ctypes.CDLL(None)
 
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -43,15 +45,3 @@ class Pages:
                 first, last = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
                 if first < last:
                     self.libc.madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_DONTNEED)
-
-
-def _mappings(names: set[str]) -> list[tuple[int, int]]:
-    """Addresses under which files are mapped."""
-    found = []
-    with open("/proc/self/maps") as lines:
-        for line in lines:
-            fields = line.rstrip("\n").split(maxsplit=5)
-            if len(fields) == 6 and fields[5] in names:
-                low, high = (int(address, 16) for address in fields[0].split("-"))
-                found.append((low, high))
-    return found

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from w4a8.formats.packed_directory import EMBEDDINGS, STANDS_FOR, Parts, check_listed, packed_tensors
+from w4a8.formats.packed_directory import ALL_STAND_FOR, Parts, check_listed, packed_tensors
 from w4a8.integrations.transformers.names import Names, refuse_missing, slices
 from w4a8.integrations.transformers.tied import (
     experts_to_pack,
@@ -21,8 +21,6 @@ from w4a8.integrations.transformers.tied import (
 )
 from w4a8.nn.linear import linear_class
 from w4a8.quantization.readers import reader_of
-
-_STANDS_FOR = {**STANDS_FOR, **EMBEDDINGS}
 
 
 def build_packed(model: torch.nn.Module, files: Sequence[str], listed: object = None) -> dict[str, str]:
@@ -43,7 +41,7 @@ def build_packed(model: torch.nn.Module, files: Sequence[str], listed: object = 
     names = Names(model)
     with torch.device("cpu"):  # transformers builds models with the meta device as default
         tensors = dict(slices(files))
-        found = _of_modules(names, packed_tensors(tensors.items(), _STANDS_FOR))
+        found = _of_modules(names, packed_tensors(tensors.items(), ALL_STAND_FOR))
     if not found:
         raise ValueError(f"{', '.join(map(str, files)) or 'no file'}: no packed tensors, though config.json says so")
     check_listed(listed, tensors, str(Path(files[0]).parent))
@@ -76,7 +74,7 @@ def _of_modules(names: Names, packed: Mapping[str, Parts]) -> dict[str, Parts]:
     found: dict[str, dict[str, Any]] = {}
     for module, parts in packed.items():
         for leaf, entry in parts.items():
-            parameter = names.parameter(f"{module}.{_STANDS_FOR[leaf]}")[0]
+            parameter = names.parameter(f"{module}.{ALL_STAND_FOR[leaf]}")[0]
             if parameter is None and leaf == "w13_packed":  # of experts without a gate
                 parameter = names.parameter(f"{module}.up_proj")[0]
             if parameter is not None:

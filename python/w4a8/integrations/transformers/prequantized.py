@@ -25,7 +25,6 @@ from w4a8.formats import METHODS, LeftOut, Scheme, float8, method_of, scheme_of
 from w4a8.formats.float8 import Float8Scheme
 from w4a8.formats.format import all_suffixes, quantized_suffixes
 from w4a8.formats.matrix import groups_of
-from w4a8.formats.rules import are_stacked
 from w4a8.formats.scheme import wanted_by_all
 from w4a8.integrations.transformers import guard
 from w4a8.integrations.transformers.config import W4A8Config
@@ -155,7 +154,8 @@ class PrequantizedModules(ModulesApart):
                 "with it"
             )
         self.rules = float8.rules_with_float8(source)
-        self.stacked = are_stacked(self.rules)
+        default = getattr(self.rules, "default", None)
+        self.stacked = isinstance(default, Scheme) and default.facts.is_stacked
         self.files = files
         self.activation_group = config.activation_group
         codes: dict[str, str] = {}  # tensors that are no floats of 16 bits or more: their types by the keys

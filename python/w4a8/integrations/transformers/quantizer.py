@@ -12,7 +12,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.quantizers import HfQuantizer
 
 from w4a8.core.memory import fresh_bytes, keeps_files_mapped
-from w4a8.formats.packed_directory import EMBEDDINGS, STANDS_FOR
+from w4a8.formats.packed_directory import ALL_STAND_FOR
 from w4a8.formats.rules import config_in
 from w4a8.integrations.transformers import guard
 from w4a8.integrations.transformers.collect import Collector, Give, unstacked
@@ -37,8 +37,6 @@ class W4A8HfQuantizer(HfQuantizer):
     Attributes:
         report: of quantizing or packing, as ``w4a8.quantize_`` gives it; None for a packed directory.
     """
-
-    requires_calibration = False
 
     def __init__(self, quantization_config: W4A8Config, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
@@ -66,7 +64,7 @@ class W4A8HfQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
         """Called by save_pretrained before it writes config.json, which gets the list of packed tensors."""
-        leaves = {**STANDS_FOR, **EMBEDDINGS}
+        leaves = ALL_STAND_FOR
         packed = {name: tensor for name, tensor in model.state_dict().items() if name.rpartition(".")[2] in leaves}
         self.quantization_config.packed = sorted(revert_weight_conversion(model, packed))
         return super().get_state_dict_and_metadata(model)

@@ -28,6 +28,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from w4a8.checkpoint.gguf_file import gguf_in
 from w4a8.checkpoint.gguf_linear import GGUFLinears
 from w4a8.checkpoint.gguf_names import Source
+from w4a8.core.json_fields import read_json
 from w4a8.core.memory import on_cpu
 from w4a8.core.threads import call_each
 from w4a8.integrations.selftest import missing, more_to_implement
@@ -39,7 +40,6 @@ from w4a8.integrations.vllm.gguf_folder import (
     experts_of,
     folder_of,
     linears_of,
-    path_in,
     sources_of_file,
 )
 from w4a8.integrations.vllm.gguf_layers import TiedGGUFOutputMethod, W4A8GGUFLinearMethod, W4A8GGUFMoEMethod
@@ -186,7 +186,7 @@ class W4A8GGUFLoader(BaseModelLoader):
         Raises:
             ValueError: a weight is missing, or cannot be packed; names the weight.
         """
-        path = path_in(model_config.model)
+        path = read_json(Path(model_config.model) / SAYS)["file"]
         with on_cpu(), set_default_torch_dtype(torch.float32):
             _Filled(model, linears_of(path), model_config.dtype).fill()
 

@@ -25,7 +25,7 @@ from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.checkpoint.gguf_keys import pooling_of
 from w4a8.checkpoint.gguf_linear import GGUFLinears
 from w4a8.checkpoint.gguf_names import Source, sources_of
-from w4a8.core.json_fields import read_json, shorten
+from w4a8.core.json_fields import shorten
 from w4a8.integrations.vllm.compiled import package_digest
 
 NAME = "w4a8_gguf"  # of the quantization method and of the load format, in vLLM
@@ -89,11 +89,6 @@ def experts_of(path: str) -> dict[str, ExpertStacks]:
         if source.of_experts:
             stacks.setdefault(source.checkpoint, []).extend(source.tensors)
     return {name: ExpertStacks.of_tensors(file, tensors, name) for name, tensors in stacks.items()}
-
-
-def path_in(folder: str | Path) -> str:
-    """Path of the file of a folder."""
-    return read_json(Path(folder) / SAYS)["file"]
 
 
 def folder_of(path: Path, cache: Path, with_tokenizer: bool) -> Path:

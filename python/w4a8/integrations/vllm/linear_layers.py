@@ -33,7 +33,7 @@ from w4a8.integrations.vllm.loading import form_of, is_dummy_load, loaded_parts,
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.settings import LM_HEAD_SWITCH, activation_group, lm_head_bits, lm_head_is_set
 from w4a8.nn import QuantOptions
-from w4a8.nn.rounding import round_to_8_bits, round_weight
+from w4a8.nn.rounding import round_weight
 from w4a8.ops import dyn_quant_matmul_4bit
 
 
@@ -351,11 +351,10 @@ class W4A8LMHeadMethod(UnquantizedEmbeddingMethod):
         """
         weight = layer.weight
         self.n, self.k = weight.shape
-        if self.bits == 8:
-            matrix, groups = round_to_8_bits(weight.data), "with a scale for each row"
-        else:
-            matrix = round_weight(weight.data, QuantOptions(HEAD_GROUP, torch.bfloat16))
-            groups = f"in groups of {HEAD_GROUP}"
+        options, groups = QuantOptions(-1, values="int8"), "with a scale for each row"
+        if self.bits == 4:
+            options, groups = QuantOptions(HEAD_GROUP, torch.bfloat16), f"in groups of {HEAD_GROUP}"
+        matrix = round_weight(weight.data, options)
         self.group = matrix.group
         try:
             packed = matrix.pack(activation_group=self.activation_group)

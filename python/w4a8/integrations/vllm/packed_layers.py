@@ -26,7 +26,6 @@ from w4a8.checkpoint.packed_as_tensors import (
     PackedTensor,
     Parts,
     compressed_tensors_config,
-    group_of,
     group_sizes,
     only_whole,
     read_directory,
@@ -176,8 +175,8 @@ class W4A8PackedMoEMethod(_TakesPacked, W4A8MoEMethod):
 
     def __init__(self, layer: torch.nn.Module, layer_name: str, name: str, parts: Parts) -> None:
         """For vLLM's RoutedExperts with whole experts on a rank: ``w13_packed`` and ``w2_packed`` of ``name``."""
-        super().__init__(Scheme("packed", group_of(parts), True), layer, layer_name)
         self.name, groups = name, group_sizes(parts)
+        super().__init__(Scheme("packed", min(groups.values()), True), layer, layer_name)
         self.stored = {f"{stack}_weight_packed": parts[f"{stack}_packed"] for stack in ("w13", "w2")}
         self.sizes = replace(self.sizes, group_size=groups["w13_packed"], w2_group_size=groups["w2_packed"])
 
