@@ -66,7 +66,7 @@ class Team final : public Parallel {
   /// What a thread notes that has come for no task.
   static constexpr uint64_t kOutside = ~uint64_t{0};
   /// Whether a thread may read memory of a run: of the run that the thread noted before it took a task, or of a later
-  /// one, whose task it then got. Run numbers begin again after 2^31: a number less than half of that behind is earlier.
+  /// one, whose task it then got. Run numbers begin again after 2^31: a number less than 2^30 behind is earlier.
   static bool may_read(uint64_t noted, uint64_t run) {
     return noted != kOutside && ((run - noted) & kRunMask) <= kRunMask / 2;
   }
