@@ -137,7 +137,8 @@ class MatrixStack:
             bias = matrix.bias if has_bias else torch.zeros(matrix.rows, dtype=torch.float32)
             pieces["bias"] = bias.to(self.bias_dtype)
         waiting = self._waiting.get(expert)
-        if waiting is None and (row, matrix.rows) == (0, self.rows):  # complete: no copy
+        is_whole = waiting is None and (row, matrix.rows) == (0, self.rows)
+        if is_whole and not matrix.codes.is_meta:  # there, the types of the first matrix stand for all
             self._pack(expert, pieces)
             return
         if waiting is None:
