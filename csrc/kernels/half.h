@@ -1,13 +1,12 @@
 // float32 <-> bfloat16 and float16 in integer arithmetic, for kernels whose ISA has no instruction for it.
 #pragma once
 
-#include <bit>
 #include <cstdint>
 
 namespace w4a8 {
 
-static inline uint32_t float_bits(float x) { return std::bit_cast<uint32_t>(x); }
-static inline float bits_float(uint32_t bits) { return std::bit_cast<float>(bits); }
+static inline uint32_t float_bits(float x) { return __builtin_bit_cast(uint32_t, x); }
+static inline float bits_float(uint32_t bits) { return __builtin_bit_cast(float, bits); }
 
 /// Nearest even; NaN becomes 0x7fc0.
 static inline uint16_t bfloat16_from_float(float x) {
