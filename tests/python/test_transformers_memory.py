@@ -127,6 +127,7 @@ def test_release_leaves_what_is_beside(tmp_path):
     with safe_open(path, framework="pt") as file:
         mapped = {name: file.get_tensor(name) for name in "abc"}
         pages = Pages([str(path)])
+        assert Pages([str(tmp_path / "another.safetensors")]).mappings == []
         assert all(mapped[name].data_ptr() % 4096 for name in "bc"), "then nothing is shared"
         for name in "ac":
             mapped[name] += 1

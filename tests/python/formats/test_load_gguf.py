@@ -209,6 +209,11 @@ BLOCKS = gguf_files.random_blocks("Q4_1", (EXPERTS, INTER, HIDDEN), np.random.de
 BROKEN = {
     "no experts": ({"x": torch.ones(4)}, {}, r"holds no stacks of experts \(blk.<n>.ffn_<projection>_exps.weight\)"),
     "no gate": (replaced(stacks("Q4_0"), GATE, None), {}, "blk.1 has the stacks of experts down, up, but gate, up"),
+    "gate twice": (
+        replaced(stacks("Q4_0"), "blk.1.ffn_gate_up_exps.weight", ("Q4_1", BLOCKS)),
+        {},
+        "blk.1 has the stacks of experts down, gate, gate_up, up, but gate, up",
+    ),
     "float": (
         replaced(stacks("Q4_0"), GATE, torch.ones(EXPERTS, INTER, HIDDEN)),
         {},

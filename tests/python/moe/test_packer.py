@@ -374,6 +374,13 @@ def test_wrong_matrices(first, shard, matrix, message):
         packer.put(0, shard, _matrix(*matrix), "the name")
 
 
+@pytest.mark.parametrize(("row", "rows"), [(0, 17), (1, 16), (16, 16), (16, 1)])
+def test_rows_beyond_the_matrix(row, rows):
+    """Also of as many rows as the matrix has."""
+    with pytest.raises(ValueError, match=rf"codes have shape \({rows}, 32\), but"):
+        MatrixStack(1, 16, 64, GROUP).put(0, row, _matrix(rows, 64, "int4"))
+
+
 @pytest.mark.parametrize(("group", "begin", "end"), [(32, 16, 64), (32, 0, 48), (-1, 1, 64), (-1, 0, 33)])
 def test_cut_inside_a_group(group, begin, end):
     matrix = _matrix(8, 128, "zeros", group)
