@@ -160,7 +160,10 @@ Tensor pack_words(const Kernel& kernel, const Tensor& weight, const Tensor& weig
   W4A8_CHECK(weight_scale.dim() == 2 && weight_scale.size(0) == shape.groups() && weight_scale.size(1) == shape.n,
              "weight_scale has shape ", shape_text(weight_scale.sizes()), ", expected [", shape.groups(), ", ", shape.n,
              "] for group_size = ", group_size);
-  shape.scale_type = static_cast<ScaleType>(activation_dtype("weight_scale", weight_scale));  // the same numbers
+  const ScalarType scale_dtype = type_of(weight_scale);
+  shape.scale_type = scale_dtype == ScalarType::Float
+                         ? ScaleType::kFloat32
+                         : (scale_dtype == ScalarType::Half ? ScaleType::kFloat16 : ScaleType::kBFloat16);
   shape.activation_group = activation_group;
   const Tensor words = dense(transposed(weight));
   const Tensor scales = dense(transposed(weight_scale));

@@ -348,7 +348,7 @@ def test_round_weight_is_the_operator(kind):
                 assert_same_bits(matrix.zero_points, want[2])
 
 
-def test_8_bits_are_the_operator_s():
+def test_round_weight_to_8_bits_is_the_operator():
     weight = torch.randn(24, 64)
     for options in ({}, {"effort": 0}):
         matrix = round_weight(weight, QuantOptions(-1, values="int8", **options))

@@ -12,7 +12,7 @@ from w4a8.core.activation_groups import PER_TOKEN, resolve_activation_group
 from w4a8.core.float8 import exponents_of, multiplied_scales, powers_of_two
 from w4a8.core.kind import Kind
 from w4a8.core.nibbles import apart
-from w4a8.core.scale_types import E8M0, has_two_levels, kept_scale_dtypes, scale_type_name
+from w4a8.core.scale_types import E8M0, has_two_levels, kept_scale_dtypes, scale_type_name, scale_type_named
 from w4a8.ops import dyn_quant_unpack_any_4bit_weight, read_header
 
 GROUP_SIZES = "16 or a multiple of 32"
@@ -52,10 +52,10 @@ class PackedAs:
     def of_header(cls, header: Mapping[str, object]) -> PackedAs:
         """The form that a header (:class:`w4a8.PackedHeader`) states."""
         name = header["scale_dtype"]
-        named = {_TWO_LEVELS: torch.float32, _SUPER: torch.float32, scale_type_name(E8M0): E8M0}
+        dtype = torch.float32 if name in (_TWO_LEVELS, _SUPER) else scale_type_named(name)
         return cls(
             Kind(header["values"]),
-            named[name] if name in named else getattr(torch, name),
+            dtype,
             header["has_zero_points"],
             name == _TWO_LEVELS,
             header["activation_group"],

@@ -30,6 +30,11 @@ def scale_type_name(dtype: torch.dtype) -> str:
     return "e8m0" if dtype == E8M0 else str(dtype).removeprefix("torch.")
 
 
+def scale_type_named(name: str) -> torch.dtype:
+    """The inverse of :func:`scale_type_name`."""
+    return E8M0 if name == "e8m0" else getattr(torch, name)
+
+
 def holds_scales(dtype: torch.dtype, scales: torch.Tensor, kind: Kind = Kind.INT4) -> bool:
     """Whether a type holds every scale exactly; for e2m1 (except E8M0) also scale / 2, the number that is packed.
 

@@ -218,9 +218,8 @@ def _parameters(module: torch.nn.Module) -> tuple[str, ...]:
 
 def _is_transposed(module: torch.nn.Module) -> bool:
     """Whether the matrices are [H, 2I] and [I, H]."""
-    # Called with a run of rows for each expert, and nothing else (see ``W4A8Experts.forward``).
-    is_llama4 = type(module).__name__ == "Llama4TextExperts"
-    return is_llama4 or getattr(module, "is_transposed", False)
+    # The class of Llama 4 has no attribute that says so.
+    return type(module).__name__ == "Llama4TextExperts" or getattr(module, "is_transposed", False)
 
 
 def is_gpt_oss(module: torch.nn.Module) -> bool:

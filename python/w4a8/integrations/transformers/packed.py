@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from w4a8.core.memory import on_cpu
 from w4a8.formats.packed_directory import ALL_STAND_FOR, Parts, check_listed, packed_tensors
 from w4a8.integrations.transformers.names import Names, refuse_missing, slices
 from w4a8.integrations.transformers.tied import (
@@ -39,7 +40,7 @@ def build_packed(model: torch.nn.Module, files: Sequence[str], listed: object = 
         ValueError: no packed tensors, tensors that do not fit the model, or a layer without tensors.
     """
     names = Names(model)
-    with torch.device("cpu"):  # transformers builds models with the meta device as default
+    with on_cpu():  # transformers builds models with the meta device as default
         tensors = dict(slices(files))
         found = _of_modules(names, packed_tensors(tensors.items(), ALL_STAND_FOR))
     if not found:

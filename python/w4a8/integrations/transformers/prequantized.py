@@ -161,7 +161,7 @@ class PrequantizedModules(ModulesApart):
         codes: dict[str, str] = {}  # tensors that are no floats of 16 bits or more: their types by the keys
         self.tensors: dict[str, dict[str, Any]] = {}  # by name of the matrix, then last part of the tensor's name
         keys: dict[str, tuple[str, str]] = {}
-        with torch.device("cpu"):  # transformers builds models with the meta device as default
+        with on_cpu():  # transformers builds models with the meta device as default
             for key, part in slices(files):
                 stacked = _STACKED.fullmatch(key) if self.stacked else None
                 name, suffix = keys[key] = stacked.groups() if stacked else key.rpartition(".")[::2]

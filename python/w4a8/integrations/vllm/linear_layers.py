@@ -129,7 +129,7 @@ class LinearWeights:
         groups = self.scheme.groups(self.k)
         for part in self.parts:
             try:
-                shapes = {rows: part.shape(rows, self.k, groups) for rows in {*sizes, self.rows}}
+                shapes = {rows: part.shape(rows, self.k, groups) for rows in dict.fromkeys((*sizes, self.rows))}
             except ValueError as error:
                 raise ValueError(f"w4a8: {self.layer_name}: {error} per rank and part of the layer") from None
             self._register(layer, part, shapes[self.rows])
