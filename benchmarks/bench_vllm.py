@@ -3,8 +3,9 @@
     .venv-vllm/bin/python benchmarks/bench_vllm.py [--layers 4] [--rounds 5]
 
 The model has the layers of Qwen3-30B-A3B (hidden 2048, 128 experts of 768, top-8) but few of them, and random weights
-made in memory; nothing is read from disk. Each way is one engine in a process of its own; all are loaded first, then
-take turns, so that a change of the machine's clock or load meets all of them. Memory at the default of 4 layers: about
+made in memory; nothing is read from disk. Each way is one engine as a user starts it: vLLM's scheduler and its rank
+have processes of their own, and the rank has all CPUs, as with `w4a8 serve`. All are loaded first, then take turns, so
+that a change of the machine's clock or load meets all of them. Memory at the default of 4 layers: about
 9 GB, and 2 more where stock vLLM runs W4A16 experts (with AMX); elsewhere that column is left out. What stock vLLM
 refuses is shown with its reason. See benchmarks/README.md.
 """
@@ -49,7 +50,7 @@ def has_amx() -> bool:
     return "amx_tile" in flags and "amx_int8" in flags
 
 
-# ---- one engine, in a process of its own ----
+# ---- one engine, and the process that asks it ----
 
 
 class Engine:
@@ -128,7 +129,7 @@ def serve(model: str, answers: int) -> None:
 
 
 class Process:
-    """An engine's process."""
+    """The process that asks an engine."""
 
     def __init__(self, name: str, layers: int, directory: Path) -> None:
         scheme, plugin = WAYS[name]
@@ -141,7 +142,7 @@ class Process:
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",  # as `w4a8 serve` starts it
             "W4A8_VLLM": "1" if plugin else "0",
         }
         ours, theirs = os.pipe()
@@ -155,6 +156,7 @@ class Process:
                 text=True,
                 env=environment,
                 pass_fds=(theirs,),
+                start_new_session=True,  # vLLM's scheduler and its rank are processes of the same group
             )
         os.close(theirs)
         self.answers = os.fdopen(ours)
@@ -166,10 +168,10 @@ class Process:
     def _pause(self) -> None:
         """An engine that waits has threads that spin for a while, on the CPUs of the next one."""
         if self.process.poll() is None:
-            self.process.send_signal(signal.SIGSTOP)
+            os.killpg(self.process.pid, signal.SIGSTOP)
 
     def ask(self, method: str, *arguments: int) -> float:
-        self.process.send_signal(signal.SIGCONT)
+        os.killpg(self.process.pid, signal.SIGCONT)
         self.process.stdin.write(json.dumps({"method": method, "arguments": arguments}) + "\n")
         self.process.stdin.flush()
         answer = json.loads(self.answers.readline())
@@ -177,9 +179,9 @@ class Process:
         return answer
 
     def stop(self) -> None:
-        self.process.send_signal(signal.SIGCONT)
-        self.process.stdin.close()
-        self.process.terminate()
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGCONT)
+        self.process.stdin.close()  # which ends it
         self.process.wait(60)
 
 

@@ -1,23 +1,24 @@
 """vLLM with the plugin and without, in .venv-vllm."""
 
+import os
 import sys
 import time
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from bench_vllm import Engine, has_amx
 from folders import ROOT
 from peers.base import Environment
 from peers.zentorch_ops import ENVIRONMENT as ZENTORCH
 
-from models.base import POSITIONS, PROMPT, Model, memory
+from models.base import POSITIONS, PROMPT, Model
 
 PYTHON = str(ROOT / ".venv-vllm/bin/python")
 VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CACHE_ROOT": str(ROOT / "build/vllm-cache"),
 }
 
@@ -31,19 +32,32 @@ class Vllm(Model):
     file = ""  # of the folder, instead of all of it
 
     def __init__(self, folder: Path, threads: int):
-        self.weights_seconds = measure_loading()
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = cpus(threads)
         started = time.perf_counter()
-        model = str(folder / self.file)
-        self.engine = Engine(model, load_format="auto", max_model_len=POSITIONS, load_strategy="prefetch")
+        self.engine = Engine(
+            str(folder / self.file),
+            load_format="auto",
+            max_model_len=POSITIONS,
+            load_strategy="prefetch",
+            worker_extension_cls="models.vllm_rank.Rank",
+        )
         self.seconds = time.perf_counter() - started
-        self.after = memory("VmHWM")
+        self.after = self.peak()
 
     @classmethod
     def versions(cls) -> dict[str, str]:
         return {name: version(name) for name in ("vllm-cpu", "torch")}
 
+    def of_rank(self, method: str) -> Any:
+        """The answer of a method of models.vllm_rank.Rank."""
+        return self.engine.llm.collective_rpc(method)[0]
+
     def loading(self) -> dict[str, float]:
-        return {"seconds": self.seconds, "peak": self.after, **self.weights_seconds}
+        return {"seconds": self.seconds, "peak": self.after, **self.of_rank("loading_of_weights")}
+
+    def peak(self) -> int:
+        """Bytes, of the process that computes: vLLM's scheduler and its server have others."""
+        return self.of_rank("peak_memory")
 
     def prefill(self, tokens: int) -> float:
         return self.engine.prefill(tokens)
@@ -52,22 +66,9 @@ class Vllm(Model):
         return self.engine.decode(batch, tokens, prompt)
 
 
-def measure_loading() -> dict[str, float]:
-    """A dictionary that gets the seconds of reading the weights, and the peak when they were there."""
-    from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-
-    load_model, found = BaseModelLoader.load_model, {}
-
-    def measured(self, *args, **kwargs):
-        started = time.perf_counter()
-        model = load_model(self, *args, **kwargs)
-        found["weights_seconds"] = time.perf_counter() - started
-        found["weights_peak"] = memory("VmHWM")
-        found["weights_bytes"] = sum(p.numel() * p.element_size() for p in model.parameters())
-        return model
-
-    BaseModelLoader.load_model = measured
-    return found
+def cpus(threads: int) -> str:
+    """The first CPUs of this process, for vLLM's variable of a rank's threads."""
+    return ",".join(map(str, sorted(os.sched_getaffinity(0))[:threads]))
 
 
 class Plugin(Vllm):

@@ -18,7 +18,7 @@ from peers.environments import FOLDER
 from peers.session import Failed
 
 from models.base import POSITIONS
-from models.in_vllm import PYTHON, Vllm
+from models.in_vllm import PYTHON, Vllm, cpus
 
 CONCURRENT = (1, 4, 8)
 PROMPT, ANSWER, REQUESTS = 128, 32, 3  # tokens, tokens, requests for each that runs at once
@@ -46,8 +46,8 @@ def server(entry: type[Vllm], folder: Path, threads: int, patience: float) -> It
     command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--served-model-name", "model"]
     command += ["--model", str(folder / entry.file), "--tokenizer", str(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(POSITIONS), "--max-num-seqs", "8"]
-    variables = {**os.environ, **entry.environment.variables, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(threads)}
-    variables.pop("VLLM_ENABLE_V1_MULTIPROCESSING")
+    variables = {**os.environ, **entry.environment.variables, "HF_HUB_OFFLINE": "1"}
+    variables["VLLM_CPU_OMP_THREADS_BIND"] = cpus(threads)
     with open(log_path, "w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env=variables, cwd=FOLDER)
     try:

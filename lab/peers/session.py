@@ -1,6 +1,7 @@
 """Entries in processes of their own, of which one runs at a time: all others are stopped (SIGSTOP), so that no pool of
 threads that spins disturbs another's time."""
 
+import contextlib
 import json
 import os
 import select
@@ -39,7 +40,9 @@ class Worker:
         command = [python, "-m", "peers.worker", entry.__module__, entry.__name__, str(folder), str(threads)]
         with open(log, "w") as errors:
             pipe = subprocess.PIPE
-            self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=errors, env=variables, cwd=FOLDER)
+            self.process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=errors, env=variables, cwd=FOLDER, start_new_session=True
+            )
         try:
             self.versions = self.wait()["versions"]
         except Failed:
@@ -48,7 +51,7 @@ class Worker:
 
     def ask(self, **command: object) -> dict:
         """Lets the process run for one command."""
-        self.process.send_signal(signal.SIGCONT)
+        self.signal(signal.SIGCONT)
         try:
             self.process.stdin.write((json.dumps(command) + "\n").encode())
             self.process.stdin.flush()
@@ -64,7 +67,7 @@ class Worker:
         line = self.process.stdout.readline()
         if not line:
             raise Failed(self.ending())
-        self.process.send_signal(signal.SIGSTOP)
+        self.signal(signal.SIGSTOP)
         answer = json.loads(line)
         if "error" in answer:
             raise Failed(answer["error"])
@@ -74,8 +77,13 @@ class Worker:
         code = self.process.wait()
         return f"its process ended with {signal.Signals(-code).name if code < 0 else f'code {code}'}"
 
+    def signal(self, number: signal.Signals) -> None:
+        """To the process and those that it started: vLLM computes in one of these."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
     def close(self) -> None:
-        self.process.kill()  # ends a stopped process too
+        self.signal(signal.SIGKILL)  # ends stopped processes too
         self.process.wait()
 
 

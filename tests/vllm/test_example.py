@@ -1,6 +1,7 @@
 """The trained model of examples/tiny_moe writes the demo's text, offline and through the server."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from contextlib import contextmanager
 import pytest
 from conftest import Job, environment, free_port, run_engines
 from example import CHECKPOINT, PROMPTS, TOKENS, check_greedy, demo_model, with_tokenizer
+
+from w4a8.integrations.vllm import binding
 
 # Differences of logits, whose standard deviation is 8. float32 in both: the additions outside the operators come in
 # another order, which tips a value over to the next of 255 integers here and there, and that moves all logits after it
@@ -73,6 +76,9 @@ def server(tmp_path):
         yield address
     text = log_path.read_text()
     assert text.count("layers of experts (int4 in groups of ") == 1, "the server should say once what it runs"
+    assert len(re.findall(r"w4a8: rank 0 computes on CPUs \d[\d,-]*\n", text)) == 1
+    count = len(binding.cores(os.sched_getaffinity(0)))
+    assert text.count(f"w4a8: 1 of {count} cores compute nothing: ") == (1 < count < 16)
 
 
 def _complete(address: str, prompt: str) -> str:

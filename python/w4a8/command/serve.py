@@ -27,7 +27,7 @@ from w4a8.command.report import number
 from w4a8.core.json_fields import json_field, read_json
 from w4a8.formats.packed_directory import METHOD, is_packed
 from w4a8.formats.rules import config_in, method_of
-from w4a8.integrations.vllm import settings
+from w4a8.integrations.vllm import binding, settings
 from w4a8.integrations.vllm.settings import LM_HEAD_SWITCH
 from w4a8.ops import BLOCK_TOKENS, HEAD_SIZES, attention_block_bytes
 
@@ -114,6 +114,8 @@ def command_of(args: argparse.Namespace, program: list[str]) -> tuple[list[str],
         kind = attention_kind(sizes, args.rest) if ours else None
         needed = math.ceil(_ROOM * longest * cache_bytes(sizes, kind) / 2**30)
         variables[CACHE] = str(max(1, needed) if args.kv_cache is None else args.kv_cache)
+    if not binding.chosen() and binding.shares_cores(os.sched_getaffinity(0)):
+        variables[binding.RESERVED] = "0"
     if args.lm_head is not None:
         variables[LM_HEAD_SWITCH] = args.lm_head
     options = {"max-model-len": longest, "host": args.host, "port": args.port}

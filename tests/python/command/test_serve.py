@@ -14,7 +14,7 @@ pytest.importorskip("transformers", minversion="5.0")  # which brings huggingfac
 import multiplied_out
 
 from w4a8.command import doctor, extras, inspect, main, model, serve
-from w4a8.integrations.vllm import settings
+from w4a8.integrations.vllm import binding, settings
 
 TOOL_WRITTEN = multiplied_out.TOOL_WRITTEN
 GIB = 2**30
@@ -22,8 +22,10 @@ GIB = 2**30
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch):
-    for name in (serve.CACHE, "W4A8_VLLM", *settings.KEYS.values()):
+    for name in (serve.CACHE, binding.BIND, binding.RESERVED, "W4A8_VLLM", *settings.KEYS.values()):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)), raising=False)
+    monkeypatch.setattr(binding, "_SIBLINGS", "no such file {}")
     monkeypatch.setenv("CXX", sys.executable)  # something that is there
 
 
@@ -62,6 +64,42 @@ def test_the_command(tmp_path, started, capsys):
     assert "W4A8_VLLM_LM_HEAD" not in environment
     first = capsys.readouterr().out.splitlines()[0]
     assert first == f"{serve.CACHE}=1 /bin/vllm serve {folder} {' '.join(given)}"
+
+
+@pytest.mark.parametrize(
+    "cpus, threads_of_core, variables, reserved",
+    [
+        (2, 1, {}, "0"),
+        (15, 1, {}, "0"),
+        (16, 1, {}, None),  # a core for vLLM's own processes costs less
+        (32, 2, {}, "0"),  # vLLM's own processes have the other thread of each core
+        (8, 2, {}, "0"),
+        (2, 1, {binding.BIND: "1"}, None),
+        (2, 1, {binding.RESERVED: "1"}, "1"),
+    ],
+)
+def test_cpus_of_a_rank(cpus, threads_of_core, variables, reserved, tmp_path, started, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cpus)))
+    monkeypatch.setattr(binding, "_SIBLINGS", f"{tmp_path}/{{}}")
+    for cpu in range(cpus):  # as Linux numbers them: the second threads of all cores come last
+        core = cpu % (cpus // threads_of_core)
+        (tmp_path / str(cpu)).write_text(
+            ",".join(str(core + i * cpus // threads_of_core) for i in range(threads_of_core))
+        )
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert main(["serve", str(write(tmp_path / "m", **QWEN))]) == 0
+    assert started[0][1].get(binding.RESERVED) == reserved
+    assert started[0][1].get(binding.BIND) == variables.get(binding.BIND)
+    assert binding.cores(range(cpus)) == {
+        ",".join(str(core + i * cpus // threads_of_core) for i in range(threads_of_core))
+        for core in range(cpus // threads_of_core)
+    }
+
+
+@pytest.mark.parametrize("cpus, text", [([0], "0"), ([3, 2, 0, 9, 8], "0,2-3,8-9"), (range(64), "0-63"), ([], "")])
+def test_numbers_of_cpus(cpus, text):
+    assert binding.in_words(cpus) == text
 
 
 def test_without_a_compiler(tmp_path, started, capsys, monkeypatch):
@@ -229,9 +267,8 @@ def test_a_vllm_on_the_path(tmp_path):
     fake.chmod(0o755)
     folder = write(tmp_path / "m", **QWEN)
     command = [sys.executable, "-m", "w4a8", "serve", folder, "--seed", "1"]
-    done = subprocess.run(
-        command, env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}, capture_output=True, text=True
-    )
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", binding.RESERVED: "1"}  # of which nothing is printed
+    done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True)
     assert done.returncode == 7 and done.stdout.startswith(f"{serve.CACHE}=1 {fake} serve {folder}")
     recorded = (tmp_path / "arguments").read_text().splitlines()
     assert recorded == [f"serve {folder} --max-model-len=8192 --host=127.0.0.1 --port=8000 --seed 1", "1"]

@@ -1,0 +1,89 @@
+"""CPUs of vLLM's ranks: how many vLLM keeps for its own processes, and a line of the log about what is idle.
+
+vLLM's binding ``auto`` gives a rank one logical CPU of each core of a NUMA node, and takes one core of each rank away
+for its scheduler and its server. These wait most of the time. Only :func:`say_cpus` imports vLLM.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+BIND = "VLLM_CPU_OMP_THREADS_BIND"
+RESERVED = "VLLM_CPU_NUM_OF_RESERVED_CPU"
+# From so many cores on, one for vLLM's own processes is a small share, and vLLM's default stays. Of two cores it is half
+# of the speed (docs/vllm.md).
+_MANY = 16
+_SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"  # the logical CPUs of a CPU's core
+
+
+def cores(cpus: Collection[int]) -> set[str]:
+    """The cores that logical CPUs belong to, each by the system's list of its logical CPUs."""
+    found = set()
+    for cpu in cpus:
+        try:
+            found.add(Path(_SIBLINGS.format(cpu)).read_text().strip())
+        except OSError:  # the system does not say: a core of its own
+            found.add(str(cpu))
+    return found
+
+
+def shares_cores(cpus: Collection[int]) -> bool:
+    """Whether ranks and vLLM's own processes should share all cores of ``cpus``, which this process may use.
+
+    They should on few cores, and where a core has logical CPUs that no rank uses.
+    """
+    count = len(cores(cpus))
+    return count < _MANY or count < len(cpus)
+
+
+def chosen() -> bool:
+    """Whether the user chose the CPUs of ranks."""
+    return any(name in os.environ for name in (BIND, RESERVED))
+
+
+def in_words(cpus: Collection[int]) -> str:
+    """Numbers of CPUs as Linux writes them, such as "0-3,8"."""
+    runs: list[list[int]] = []
+    for cpu in sorted(cpus):
+        if runs and runs[-1][1] == cpu - 1:
+            runs[-1][1] = cpu
+        else:
+            runs.append([cpu, cpu])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+
+def say_cpus() -> None:
+    """Lets vLLM's loaders log the CPUs of each rank after loading a model.
+
+    Raises:
+        RuntimeError: vLLM's loaders are not as expected.
+    """
+    from w4a8.integrations.vllm.loaded import after_loading
+
+    after_loading(_say)
+
+
+def _say(model: Any, vllm_config: Any, model_config: Any) -> None:
+    from w4a8.integrations.vllm.log import logger
+
+    engine = multiprocessing.parent_process()
+    if engine is None or not hasattr(os, "sched_getaffinity"):  # the rank is the caller's process: so are its CPUs
+        return
+    config = vllm_config.parallel_config
+    used, allowed = os.sched_getaffinity(0), os.sched_getaffinity(engine.pid)
+    logger().info("w4a8: rank %d computes on CPUs %s", config.rank, in_words(used))
+    count, ranks = len(cores(allowed)), config.local_world_size * max(1, config.data_parallel_size_local)
+    idle = count - ranks * len(cores(used))
+    if idle > 0 and shares_cores(allowed) and not chosen():
+        logger().warning_once(
+            "w4a8: %d of %d cores compute nothing: vLLM keeps them for its own processes, or no rank runs on their "
+            "NUMA node. %s=0 lets ranks use the former, %s gives each rank the CPUs that you choose (docs/vllm.md)",
+            idle,
+            count,
+            RESERVED,
+            BIND,
+        )
