@@ -14,8 +14,8 @@ from typing import Any
 
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
 RESERVED = "VLLM_CPU_NUM_OF_RESERVED_CPU"
-# From so many cores on, one for vLLM's own processes is a small share, and vLLM's default stays. Of two cores it is half
-# of the speed (docs/vllm.md).
+# From so many cores on, one for vLLM's own processes is a small share, and vLLM's default stays. Of two cores it is
+# half of the speed (docs/vllm.md).
 _MANY = 16
 _SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"  # the logical CPUs of a CPU's core
 
