@@ -4,11 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from layers import chosen
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from w4a8.formats import Scheme
-from w4a8.integrations.vllm.configs import W4A8GPTQConfig
+from w4a8.integrations.vllm.configs import W4A8CompressedTensorsConfig, W4A8GPTQConfig
 from w4a8.integrations.vllm.linear_layers import W4A8LinearScheme
 
 N, K, GROUP = 64, 128, 32
@@ -119,21 +120,25 @@ def test_zero_points_of_a_symmetric_file(monkeypatch):
         load_gptq(layer, gptq_tensors())
 
 
+def gptq_rules(rules):
+    stated = {"bits": 4, "group_size": GROUP, "sym": True, "desc_act": False, "dynamic": rules, "lm_head": False}
+    return W4A8GPTQConfig.from_config({"quant_method": "gptq", **stated})
+
+
 @pytest.mark.parametrize(
     ("dynamic", "bits"),
     [
         ({}, 4),
         ({r"+:.*[.][qkv]_proj$": {"bits": 8}}, 8),
         ({r"+:.*[.]qkv_proj$": {"bits": 4}, r"+:.*[.][qkv]_proj$": {"bits": 8}}, 4),  # its own name comes first
-        ({r"+:.*[.]q_proj$": {"bits": 8}}, 4),  # not of all
+        ({r"+:.*[.]q_proj$": {"bits": 4}}, 4),  # as the others
         ({r"-:.*[.][qkv]_proj$": {}}, None),
     ],
     ids=["none", "of all parts", "of the whole", "of one part", "left out"],
 )
 def test_gptq_rules_of_a_layer_of_three_matrices(dynamic, bits):
     """They may name the matrices of the file."""
-    stated = {"bits": 4, "group_size": GROUP, "sym": True, "desc_act": False, "dynamic": dynamic, "lm_head": False}
-    config = W4A8GPTQConfig.from_config({"quant_method": "gptq", **stated})
+    config = gptq_rules(dynamic)
     config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
     layer = LinearBase.__new__(LinearBase)
     torch.nn.Module.__init__(layer)
@@ -143,6 +148,47 @@ def test_gptq_rules_of_a_layer_of_three_matrices(dynamic, bits):
     else:
         scheme = Scheme("gptq", GROUP, True, bits=bits, weight_only="quant_method is 'gptq'")
         assert method.scheme == scheme
+
+
+def compressed(of_v):
+    """Queries and keys of 4 bits in groups."""
+    args = {"type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP, "dynamic": False}
+    groups = {
+        "a": {"targets": ["re:.*[qk]_proj$"], "weights": {**args, "num_bits": 4}},
+        "b": {"targets": ["re:.*v_proj$"], "weights": {**args, **of_v}},
+    }
+    return W4A8CompressedTensorsConfig.from_config({"format": "pack-quantized", "config_groups": groups, "ignore": []})
+
+
+@pytest.mark.parametrize(
+    ("config", "of_v"),
+    [
+        (lambda: gptq_rules({r"+:.*[.]v_proj$": {"bits": 8}}), "v_proj has bits 8, group_size 32"),
+        (lambda: gptq_rules({r"+:.*[.]v_proj$": {"group_size": 64}}), "v_proj has bits 4, group_size 64"),
+        (lambda: gptq_rules({r"-:.*[.]v_proj$": {}}), "v_proj has no quantization"),
+        (lambda: compressed({"num_bits": 8}), "v_proj has weights of 8 bits (int, group of 32)"),
+        (lambda: compressed({"num_bits": 4, "group_size": 64}), "v_proj has weights of 4 bits (int, group of 64)"),
+    ],
+    ids=["bits", "groups", "not quantized", "compressed-tensors, bits", "compressed-tensors, groups"],
+)
+def test_matrices_of_one_layer_that_are_not_alike(config, of_v):
+    """vLLM would read all of them as the first."""
+    with pytest.raises(ValueError) as caught:
+        chosen(config(), "model.layers.0.self_attn.qkv_proj")
+    said = "w4a8: model.layers.0.self_attn.qkv_proj: vLLM joins matrices that are not quantized alike"
+    assert str(caught.value).startswith(said) and f", {of_v}" in str(caught.value)
+
+
+def test_matrices_of_one_layer_that_are_alike():
+    """By two targets."""
+    config = compressed({"num_bits": 4})
+    config.packed_modules_mapping = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    layer = LinearBase.__new__(LinearBase)
+    torch.nn.Module.__init__(layer)
+    config.get_quant_method(layer, "model.layers.0.self_attn.qkv_proj")
+    assert layer.scheme.scheme == Scheme(
+        "pack-quantized", GROUP, True, weight_only="its group.input_activations is missing"
+    )
 
 
 @pytest.mark.parametrize("bits", [4, 8])

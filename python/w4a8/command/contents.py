@@ -90,13 +90,20 @@ def packed_not_in_vllm(layers: Iterable[Layer]) -> str:
     Args:
         layers: from :func:`of_packed`.
     """
+    layers = list(layers)
+    for layer in layers:
+        if "embed" in layer.name.rpartition(".")[2] and layer.state == RUNS:
+            return f"{layer.name} is packed, which is an embedding"
+    return joined_not_in_vllm(layers)
+
+
+def joined_not_in_vllm(layers: Iterable[Layer]) -> str:
+    """Which matrices of several kinds vLLM would join in one layer; "" if there are none."""
     kinds: dict[tuple[str, int], dict[str, str]] = defaultdict(dict)
     for layer in layers:
-        last, joined = layer.name.rpartition(".")[2], joined_as(layer.name)
-        if "embed" in last and layer.state == RUNS:
-            return f"{layer.name} is packed, which is an embedding"
+        joined = joined_as(layer.name)
         if joined is not None:
-            kinds[joined][last] = layer.what
+            kinds[joined][layer.name.rpartition(".")[2]] = layer.what
     for (owner, _), there in kinds.items():
         if len(set(there.values())) > 1:
             listed = ", ".join(f"{name} {what}" for name, what in there.items())

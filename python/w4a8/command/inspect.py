@@ -26,6 +26,7 @@ from w4a8.command.contents import (
     RUNS,
     Layer,
     gguf_not_in_vllm,
+    joined_not_in_vllm,
     of_model,
     of_packed,
     packed_not_in_vllm,
@@ -139,7 +140,7 @@ def _folder(name: str, path: Path) -> tuple[dict[str, Any], list[Layer], int | N
     answer["reading"] = 0 if packed else max(files.values())
     model, report = _loaded(path, headers)
     layers = list(of_packed(headers)) if packed else of_model(model, report)
-    answer["not_in_vllm"] = packed_not_in_vllm(layers) if packed else ""
+    answer["not_in_vllm"] = packed_not_in_vllm(layers) if packed else joined_not_in_vllm(layers)
     if loading.is_rounded(path):
         answer["not_in_vllm"] = "floats stay floats there, unless --quantization w4a8 rounds them"
     top_k = next((text[key] for key in _TOP_K if isinstance(text.get(key), int)), None)

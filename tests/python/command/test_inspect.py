@@ -277,3 +277,19 @@ def test_a_damaged_file(gptq, capsys):
     path.write_bytes(b"\xff" * 7)
     assert main(["inspect", str(gptq)]) == 1
     assert str(path) in capsys.readouterr().err
+
+
+def test_matrices_that_vllm_joins(gptq):
+    """One of them is not quantized: transformers runs that, vLLM has one layer of all."""
+    tensors = load_file(gptq / "model.safetensors")
+    name = next(key for key in tensors if key.endswith("layers.0.self_attn.v_proj.qweight")).removesuffix(".qweight")
+    rows, columns = tensors[f"{name}.qweight"].shape[1], 8 * tensors[f"{name}.qweight"].shape[0]
+    tensors = {key: tensor for key, tensor in tensors.items() if not key.startswith(f"{name}.")}
+    save_file({**tensors, f"{name}.weight": torch.zeros(rows, columns)}, gptq / "model.safetensors", {"format": "pt"})
+    change(gptq, dynamic={f"-:{name}": {}})
+    answer, _ = examine(gptq)
+    owner = name.removesuffix(".v_proj")
+    assert answer["not_in_vllm"].startswith(
+        f"{owner} has matrices of several kinds that are one layer there: q_proj int4"
+    )
+    assert answer["not_in_vllm"].endswith("v_proj float16")

@@ -31,6 +31,23 @@ def joined_from(prefix: str, packed_modules_mapping: Mapping[str, Sequence[str]]
     return [f"{owner}.{part}" for part in packed_modules_mapping.get(last, ())] or [prefix]
 
 
+def check_joined_alike(prefix: str, ways: Mapping[str, str]) -> None:
+    """Checks the matrices that vLLM joins in a linear layer.
+
+    Args:
+        prefix: name of the layer.
+        ways: how each matrix is quantized, in words, by its name in the checkpoint.
+
+    Raises:
+        ValueError: the ways differ.
+    """
+    if len(set(ways.values())) > 1:
+        listed = ", ".join(f"{name.rpartition('.')[2]} has {way}" for name, way in ways.items())
+        raise ValueError(
+            f"w4a8: {prefix}: vLLM joins matrices that are not quantized alike, which it cannot run: {listed}"
+        )
+
+
 def are_alike(ways: Sequence[Any], prefix: str) -> bool:
     """Whether all matrices of a layer of experts are quantized in one way; warns if they are not."""
     if all(way == ways[0] for way in ways):

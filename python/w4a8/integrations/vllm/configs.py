@@ -15,6 +15,7 @@ import torch
 from compressed_tensors.utils import is_match
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.compressed_tensors.utils import is_equal_or_regex_match
 from vllm.model_executor.layers.quantization.utils.gptq_utils import (
     flatten_list,
     get_dynamic_override,
@@ -39,6 +40,7 @@ from w4a8.integrations.vllm.config import (
     ChecksActivationOrder,
     RunsLayersHere,
     are_alike,
+    check_joined_alike,
     joined_from,
     projections,
     unquantized,
@@ -61,14 +63,26 @@ class CompressedTensorsLayers(RunsLayersHere, KeepsKVCache):
         super().__init__({target: target_scheme_map[target] for target in targets}, *args, **kwargs)
 
     def get_scheme_dict(self, layer: torch.nn.Module, layer_name: str | None = None) -> dict | None:
-        """As upstream's; names of all matrices that a layer is joined from also come before patterns."""
+        """As upstream's; names of all matrices that a layer is joined from also come before patterns.
+
+        Raises:
+            ValueError: these matrices have different weights or inputs. Upstream would take the first for all.
+        """
         names = joined_from(layer_name or "", self.packed_modules_mapping)
-        found = [self.target_scheme_map.get(name) for name in names]
-        if len(names) > 1 and None not in found:
-            kinds = [(scheme["weights"], scheme["input_activations"]) for scheme in found]
-            if all(kind == kinds[0] for kind in kinds):
-                layer_name = names[0]
+        if len(names) > 1 and not self._names_joined(layer_name, names):
+            of_matrix = super().get_scheme_dict
+            found = {name: of_matrix(layer, name) for name in names}
+            check_joined_alike(layer_name, {name: _in_words(scheme) for name, scheme in found.items()})
+            layer_name = names[0]
         return super().get_scheme_dict(layer, layer_name)
+
+    def _names_joined(self, layer_name: str, names: Iterable[str]) -> bool:
+        """Whether a target is for the name of vLLM's joined layer, and for none of its matrices."""
+        return any(
+            is_equal_or_regex_match(layer_name, target)
+            and not any(is_equal_or_regex_match(name, target) for name in names)
+            for target in self.target_scheme_map
+        )
 
     def method_of(self, layer: torch.nn.Module, prefix: str) -> Any:
         """As :meth:`RunsLayersHere.method_of`; for linear and output layers upstream's method asks :meth:`get_scheme`.
@@ -133,6 +147,20 @@ class CompressedTensorsLayers(RunsLayersHere, KeepsKVCache):
         return self._scheme(schemes[0], prefix)
 
 
+def _in_words(scheme: dict | None) -> str:
+    """Weights and inputs of upstream's scheme of a matrix."""
+    if scheme is None:
+        return "no quantization"
+    parts = []
+    for key in ("weights", "input_activations"):
+        args = scheme.get(key)
+        if args is not None:
+            group = f" of {args.group_size}" if args.group_size else ""
+            symmetric = "" if args.symmetric else ", zero points"
+            parts.append(f"{key} of {args.num_bits} bits ({args.type}, {args.strategy}{group}{symmetric})")
+    return " and ".join(parts)
+
+
 _GPTQ_VERSIONS = {None: 1, "": 1, "gptq": 1, "gptq_v2": 2}  # by checkpoint_format
 
 
@@ -170,15 +198,27 @@ class GPTQLayers(RunsLayersHere, ChecksActivationOrder):
         return Scheme("gptq", self.group_size, bool(self.is_sym), version, **how)
 
     def method_of(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """As :meth:`RunsLayersHere.method_of`."""
+        """As :meth:`RunsLayersHere.method_of`.
+
+        Raises:
+            ValueError: rules give the matrices that vLLM joins in a linear layer different numbers.
+        """
         if isinstance(layer, RoutedExperts):
             return self._method_of_experts(layer, prefix)
-        # Rules are asked about the name of the layer or, if all of its matrices have the same one, of a matrix.
-        names = joined_from(prefix, self.packed_modules_mapping)
-        first, *others = (get_dynamic_override(self, name) for name in names)
-        alike = first is not None and all(rule == first for rule in others)
-        ruled = names[0] if alike and get_dynamic_override(self, prefix) is None else prefix
+        # Rules are asked about the name of the layer or, if none has it, of its matrices.
+        ruled = prefix
+        if get_dynamic_override(self, prefix) is None:
+            names = joined_from(prefix, self.packed_modules_mapping)
+            check_joined_alike(prefix, {name: self._numbers(name) for name in names})
+            ruled = prefix if get_dynamic_override(self, names[0]) is None else names[0]
         return get_linear_quant_method(self, layer, ruled, lambda own: own.method_for(own.scheme(), layer, prefix))
+
+    def _numbers(self, name: str) -> str:
+        """What a matrix has by the rules, in words."""
+        if get_dynamic_override(self, name) is False:
+            return "no quantization"
+        own = {"bits": self.weight_bits, "group_size": self.group_size, "sym": self.is_sym, "desc_act": self.desc_act}
+        return ", ".join(f"{key} {get_dynamic_override(self, name, key, value)}" for key, value in own.items())
 
     def _method_of_experts(self, layer: RoutedExperts, prefix: str) -> Any:
         names = projections(layer, prefix)
