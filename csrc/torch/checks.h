@@ -31,13 +31,19 @@ using NamedTensors = std::initializer_list<NamedTensor>;
 /// check_cpu or check_meta.
 using DeviceCheck = void(NamedTensors);
 
-/// For CPU implementations: all are strided CPU tensors.
+/// For CPU implementations: all are strided CPU tensors, and their storage has all of their elements: it may have been
+/// resized since they were made.
 inline void check_cpu(NamedTensors arguments) {
   for (const auto& [name, tensor] : arguments) {
     if (tensor == nullptr) continue;
     W4A8_CHECK(tensor->defined() && is_on_cpu(*tensor), name, " is ",
                tensor->defined() ? "on device " + device_text(*tensor) : "undefined", ", expected a CPU tensor");
     W4A8_CHECK(is_strided(*tensor), name, " has layout ", layout_text(*tensor), ", expected a strided tensor");
+    const int64_t bytes = extent_bytes(*tensor);
+    if (bytes == 0) continue;
+    const int64_t needed = tensor->storage_offset() * element_bytes(*tensor) + bytes;
+    W4A8_CHECK(storage_bytes(*tensor) >= needed, name, " has a storage of ", storage_bytes(*tensor),
+               " bytes, expected at least ", needed, ", as its shape and strides say");
   }
 }
 

@@ -26,14 +26,35 @@ struct Decoder {
   ~Decoder() { process_team().await_readers(); }
 
   DecoderPlan plan;
-  std::vector<Tensor> kept;
   int workers = 0;  // that it is cut for; 0: not yet
   std::mutex mutex;
 
-  const Tensor& keep(const Tensor& tensor) { return kept.emplace_back(tensor); }
-  const float* keep_floats(const OptionalTensor& tensor) {
-    return tensor.has_value() ? input_data<float>(keep(to_float32(*tensor))) : nullptr;
+  // The memory of a tensor for the plan. The caller's tensor may get another storage.
+  Tensor keep(const char* name, const Tensor& tensor) {
+    Tensor own = on_same_storage(tensor);
+    kept_.push_back({name, own, input_data(own), storage_bytes(own)});
+    return own;
   }
+  const float* keep_floats(const char* name, const OptionalTensor& tensor) {
+    return tensor.has_value() ? input_data<float>(keep(name, to_float32(*tensor))) : nullptr;
+  }
+  // A storage that is resized has its bytes elsewhere.
+  void check_kept() const {
+    for (const Kept& kept : kept_) {
+      W4A8_CHECK(storage_bytes(kept.tensor) == kept.storage_bytes && input_data(kept.tensor) == kept.data, kept.name,
+                 " has a storage of ", storage_bytes(kept.tensor), " bytes that was resized or moved, expected the ",
+                 kept.storage_bytes, " bytes that decoder was made with, where they were");
+    }
+  }
+
+ private:
+  struct Kept {
+    const char* name;
+    Tensor tensor;
+    const void* data;
+    int64_t storage_bytes;
+  };
+  std::vector<Kept> kept_;
 };
 
 class Decoders {
@@ -82,6 +103,7 @@ std::shared_ptr<Decoder> decoder_of(const Tensor& decoder) {
 }
 
 void check_count(const char* name, const OptionalTensor& tensor, int64_t count) {
+  check_cpu({{name, tensor}});
   if (!tensor.has_value()) return;
   W4A8_CHECK(is_floating(type_of(*tensor)), name, " has dtype ", type_of(*tensor), ", expected a floating point type");
   W4A8_CHECK(tensor->dim() == 1 && tensor->size(0) == count, name, " has shape ", shape_text(tensor->sizes()),
@@ -99,7 +121,7 @@ Products products_of(Decoder& decoder, const char* name, Tensors tensors, int64_
   for (const Tensor& tensor : tensors) {
     check_cpu({{name, tensor}});
     check_packed(name, tensor, /*stack=*/false);
-    const Tensor& packed = decoder.keep(dense(tensor));
+    const Tensor packed = decoder.keep(name, dense(tensor));
     const PackedShape shape = read_header(input_data<uint8_t>(packed), packed.numel(), name);
     if (k == 0) k = shape.k;
     W4A8_CHECK(shape.k == k, name, " has in_features ", shape.k, ", expected ", k);
@@ -127,9 +149,8 @@ std::vector<PackedMatrix> experts_of(const char* name, const Tensor& stack, int6
 }
 
 NormPlan norm_of(Decoder& decoder, const char* name, const OptionalTensor& weight, int64_t count, float eps) {
-  check_cpu({{name, weight}});
   check_count(name, weight, count);
-  return {decoder.keep_floats(weight), eps};
+  return {decoder.keep_floats(name, weight), eps};
 }
 
 // Where a matrix of qkv ends, q or k does.
@@ -163,7 +184,7 @@ const void* up_projection(Decoder& decoder, const char* name, const OptionalTens
                  tensor->size(2) % 16 == 0,
              name, " has shape ", shape_text(tensor->sizes()), ", expected [", heads,
              ", 16 or more, a multiple of 16]");
-  return input_data(decoder.keep(dense(*tensor)));
+  return input_data(decoder.keep(name, dense(*tensor)));
 }
 
 void set_latent(Decoder& decoder, AttentionPlan& attention, const OptionalTensor& q_up, const OptionalTensor& k_up,
@@ -252,9 +273,8 @@ void decoder_add_layer_cpu(const Tensor& decoder, Tensors qkv, const Tensor& out
                "q_up, k_up or v_up is given, expected a cache of kind 'latent' for it");
     check_cache_shape({attention.kind, head_size, head_size});
     attention.qkv = qkv_of(*found, attention, qkv, hidden);
-    check_cpu({{"qkv_bias", qkv_bias}});
     check_count("qkv_bias", qkv_bias, (heads + 2 * kv_heads) * head_size);
-    attention.qkv_bias = found->keep_floats(qkv_bias);
+    attention.qkv_bias = found->keep_floats("qkv_bias", qkv_bias);
     // A norm is of each head, or of all of them at once.
     attention.norms_whole_rows = q_norm.has_value() && q_norm->numel() != head_size;
     const int64_t of_q = attention.norms_whole_rows ? heads * head_size : head_size;
@@ -262,9 +282,8 @@ void decoder_add_layer_cpu(const Tensor& decoder, Tensors qkv, const Tensor& out
     attention.q_norm = norm_of(*found, "q_norm", q_norm, of_q, eps);
     attention.k_norm = norm_of(*found, "k_norm", k_norm, of_k, eps);
   }
-  check_cpu({{"out_bias", out_bias}});
   check_count("out_bias", out_bias, hidden);
-  attention.out_bias = found->keep_floats(out_bias);
+  attention.out_bias = found->keep_floats("out_bias", out_bias);
   attention.out = products_of(*found, "out", std::vector<Tensor>{out}, attention.out_size(), hidden);
   attention.rope = rope;
   attention.interleaved = interleaved;
@@ -272,9 +291,8 @@ void decoder_add_layer_cpu(const Tensor& decoder, Tensors qkv, const Tensor& out
   attention.soft_cap = to_float32(soft_cap);
   attention.window = window;
   attention.drops_pages = drops_pages;
-  check_cpu({{"sinks", sinks}});
   check_count("sinks", sinks, heads);
-  attention.sinks = found->keep_floats(sinks);
+  attention.sinks = found->keep_floats("sinks", sinks);
 
   layer.before_attention = norm_of(*found, "input_norm", input_norm, hidden, eps);
   layer.after_attention = norm_of(*found, "attention_norm", attention_norm, hidden, eps);
@@ -333,19 +351,19 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
   ExpertsPlan plan;
   plan.routing =
       routing_args(experts, top_k, renormalize, scoring_func, num_expert_group, topk_group, routed_scaling_factor, {});
-  plan.routing.bias = found->keep_floats(e_score_correction_bias);
+  plan.routing.bias = found->keep_floats("e_score_correction_bias", e_score_correction_bias);
   plan.router_type = activation_dtype("router", router);
-  plan.router = input_data(found->keep(dense(router)));
-  plan.router_bias = found->keep_floats(router_bias);
-  plan.shared_gate = found->keep_floats(shared_gate);
-  const Tensor& w13 = found->keep(dense(w13_packed));
+  plan.router = input_data(found->keep("router", dense(router)));
+  plan.router_bias = found->keep_floats("router_bias", router_bias);
+  plan.shared_gate = found->keep_floats("shared_gate", shared_gate);
+  const Tensor w13 = found->keep("w13_packed", dense(w13_packed));
   plan.w13 = input_data<uint8_t>(w13);
   plan.w13_bytes = w13.size(1);
   const PackedShape first = read_header(plan.w13, plan.w13_bytes, "expert 0, w13_packed");
   W4A8_CHECK(first.k == hidden && first.n % 2 == 0, "expert 0, w13_packed has in_features ", first.k,
              " and out_features ", first.n, ", expected ", hidden, " and an even number");
   plan.intermediate = first.n / 2;
-  const Tensor& w2 = found->keep(dense(w2_packed));
+  const Tensor w2 = found->keep("w2_packed", dense(w2_packed));
   plan.w2 = input_data<uint8_t>(w2);
   plan.w2_bytes = w2.size(1);
   plan.few = {experts_of("w13_packed", w13, 2 * plan.intermediate, hidden),
@@ -360,6 +378,7 @@ Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tenso
   const std::shared_ptr<Decoder> found = decoder_of(decoder);
   const std::lock_guard<std::mutex> one_call(found->mutex);
   DecoderPlan& plan = found->plan;
+  found->check_kept();
   check_cpu({{"hidden", hidden},
              {"positions", positions},
              {"seq_lens", seq_lens},

@@ -26,6 +26,15 @@ inline bool has_sizes(const Tensor& tensor, const std::vector<int64_t>& sizes) {
   return tensor.sizes() == Sizes(sizes);
 }
 
+inline int64_t byte_size(const Tensor& tensor) { return tensor.numel() * element_bytes(tensor); }
+/// Bytes from the first element to the end of the last one, 0 of none.
+inline int64_t extent_bytes(const Tensor& tensor) {
+  if (tensor.numel() == 0) return 0;
+  int64_t last = 0;
+  for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
+  return (last + 1) * element_bytes(tensor);
+}
+
 inline Tensor new_tensor(const std::vector<int64_t>& sizes, ScalarType type, const Tensor& like) {
   return new_tensor(Sizes(sizes), type, like);
 }

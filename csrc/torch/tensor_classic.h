@@ -65,6 +65,11 @@ inline Tensor dense(const Tensor& tensor) { return tensor.contiguous(); }
 inline Tensor dense_as(const Tensor& tensor, ScalarType type) { return tensor.to(type).contiguous(); }
 /// Of two dimensions, the other way round.
 inline Tensor transposed(const Tensor& tensor) { return tensor.t(); }
+/// Another tensor on the same storage, which stays there when `.data =` or set_() gives the first one another.
+inline Tensor on_same_storage(const Tensor& tensor) { return tensor.detach(); }
+/// Bytes of the storage, in front of the tensor's first element, too.
+inline int64_t storage_bytes(const Tensor& tensor) { return static_cast<int64_t>(tensor.storage().nbytes()); }
+inline int64_t element_bytes(const Tensor& tensor) { return static_cast<int64_t>(tensor.element_size()); }
 /// Not written yet, on the device of `like`.
 inline Tensor new_tensor(Sizes sizes, ScalarType type, const Tensor& like) {
   return at::empty(sizes, like.options().dtype(type));
@@ -74,7 +79,6 @@ inline Tensor new_tensor(const std::vector<SymSize>& sizes, ScalarType type, con
 }
 /// Whether torch would go back to it.
 inline bool wants_gradient(const Tensor& tensor) { return c10::GradMode::is_enabled() && tensor.requires_grad(); }
-inline int64_t byte_size(const Tensor& tensor) { return static_cast<int64_t>(tensor.nbytes()); }
 
 /// The data of an input. The mutable data_ptr() would copy a copy-on-write tensor.
 template <class T = void, class AnyTensor>

@@ -146,6 +146,19 @@ inline Tensor dense_as(const Tensor& tensor, ScalarType type) {
   return dense(type_of(tensor) == type ? tensor : torch::stable::to(tensor, type));
 }
 inline Tensor transposed(const Tensor& tensor) { return torch::stable::transpose(tensor, 0, 1); }
+inline Tensor on_same_storage(const Tensor& tensor) {
+  std::array<StableIValue, 1> stack = {torch::stable::detail::from(tensor)};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::detach", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+inline int64_t storage_bytes(const Tensor& tensor) {
+  int64_t bytes = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
+  return bytes;
+}
+inline int64_t element_bytes(const Tensor& tensor) {
+  return static_cast<int64_t>(aoti_torch_dtype_element_size(static_cast<int32_t>(type_of(tensor))));
+}
 /// By the C function: torch::stable::empty goes through the dispatcher.
 inline Tensor new_tensor(Sizes sizes, ScalarType type, const Tensor& like) {
   const std::size_t dims = sizes.size();
@@ -196,10 +209,6 @@ inline bool has_tangent(const Tensor& tensor) {
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::_unpack_dual", "", stack.data(), TORCH_ABI_VERSION));
   const Tensor value = torch::stable::detail::to<Tensor>(stack[0]);
   return torch::stable::detail::to<Tensor>(stack[1]).defined();
-}
-
-inline int64_t byte_size(const Tensor& tensor) {
-  return tensor.numel() * static_cast<int64_t>(aoti_torch_dtype_element_size(static_cast<int32_t>(type_of(tensor))));
 }
 
 template <class T = void>
