@@ -248,6 +248,8 @@ void decoder_add_layer_cpu(const Tensor& decoder, Tensors qkv, const Tensor& out
   W4A8_CHECK(heads >= 1 && heads <= 65536, "heads is ", heads, ", expected 1..65536");
   W4A8_CHECK(kv_heads >= 1 && heads % kv_heads == 0, "kv_heads is ", kv_heads, ", expected a divisor of heads, ",
              heads);
+  W4A8_CHECK(head_size >= 1 && head_size <= kMostLatentSize, "head_size is ", head_size, ", expected 1..",
+             kMostLatentSize);
   W4A8_CHECK(window >= 0, "window is ", window, ", expected 0 (none) or more");
   W4A8_CHECK(!drops_pages || window > 0, "drops_pages is true and window is 0, expected a window");
   W4A8_CHECK(rope >= -1, "rope is ", rope, ", expected -1 (none) or the number of a table");

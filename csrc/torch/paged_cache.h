@@ -1,6 +1,8 @@
 // A paged cache as the operators get it -> as the core takes it, with errors that name the argument.
 #pragma once
 
+#include <limits>
+
 #include "core/attention/attention.h"
 #include "torch/checks.h"
 
@@ -60,15 +62,17 @@ inline PagedCache paged_cache(const Tensor& cache, uint8_t* data, const CacheSha
   W4A8_CHECK(paged.starts[0] == 0, "query_start_loc begins with ", paged.starts[0], ", expected 0");
   W4A8_CHECK(paged.tokens() == tokens, "query_start_loc ends with ", paged.tokens(), ", expected ", tokens,
              ", the number of tokens");
+  // The product may be more than an int64 has.
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  const int64_t room = paged.table_stride > kMost / paged.page_tokens ? kMost : paged.table_stride * paged.page_tokens;
   for (int64_t s = 0; s < paged.sequences; ++s) {
     const int64_t fresh = paged.fresh(s);
     W4A8_CHECK(fresh >= 0, "query_start_loc falls from ", paged.starts[s], " to ", paged.starts[s + 1], " at sequence ",
                s, ", expected ascending numbers");
     if (fresh == 0) continue;
     const int64_t length = paged.lengths[s];
-    W4A8_CHECK(length >= fresh && length <= paged.table_stride * paged.page_tokens, "seq_lens of sequence ", s, " is ",
-               length, ", expected ", fresh, " (its tokens of this call) to ", paged.table_stride * paged.page_tokens,
-               " (what block_table has pages for)");
+    W4A8_CHECK(length >= fresh && length <= room, "seq_lens of sequence ", s, " is ", length, ", expected ", fresh,
+               " (its tokens of this call) to ", room, " (what block_table has pages for)");
   }
   return paged;
 }

@@ -24,8 +24,8 @@ constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
 constexpr CacheKind kKinds[] = {CacheKind::kInt8, CacheKind::kBFloat16, CacheKind::kLatent};
 constexpr int64_t kSizes[] = {16, 32, 48, 64, 80, 128, 144, 256};
-constexpr int64_t kWindows[] = {0, 0, 1, 30, 64, 65, 100, 200, 513};
-// What the operator takes: any scale, and a cap that is not negative.
+constexpr int64_t kWindows[] = {0, std::numeric_limits<int64_t>::max(), 1, 30, 64, 65, 100, 200, 513};
+// Any scale, and a cap that is not negative: more than the operator takes.
 constexpr float kScales[] = {0.11f, 1.0f, -0.25f, 0.0f, 1e-30f, 1e4f, 1e25f, 3e38f, kInf, kNan};
 constexpr float kCaps[] = {0.0f, 0.0f, 0.5f, 20.0f, 1e-3f, 1e-44f, 3e38f, kInf};
 constexpr std::size_t kScratch = 1 << 18;  // NaN where nobody wrote; what is beyond is not looked at
@@ -181,7 +181,7 @@ std::vector<Call> make_calls(Bytes& in, const Problem& p) {
       }
       done = done && call.to[s] == sequence.length;
       const int64_t length = call.to[s];
-      const int64_t seen = p.window > 0 ? std::min(length, 2 * p.window) : length;
+      const int64_t seen = p.window > 0 ? std::min(length, 2 * std::min(length, p.window)) : length;
       const int64_t cost = p.query_heads() * (seen + kStepKeys) * (p.shape.key_size + p.shape.value_size);
       call.rows[s] = std::min({in.integer(0, 40), length, (kMostMacs - macs) / cost});
       macs += call.rows[s] * cost;
@@ -282,7 +282,8 @@ class Expected {
     for (std::size_t s = 0; s < heads_.size(); ++s) {
       for (int64_t t = call.to[s] - call.rows[s]; t < call.to[s]; ++t) {
         for (int64_t h = 0; h < p_.query_heads(); ++h) {
-          const int64_t reach = p_.window > 0 ? p_.window : std::numeric_limits<int32_t>::max();
+          constexpr int64_t kAll = std::numeric_limits<int32_t>::max();
+          const int64_t reach = p_.window > 0 ? std::min(p_.window, kAll) : kAll;
           const CachedHead::Row row = {p_.sequences[s].queries.floats(t, h),
                                        std::max<int64_t>(0, t - reach + 1),
                                        p_.causal ? t + 1 : std::min(call.to[s], t + reach),

@@ -98,6 +98,18 @@ def test_token_by_token(kind):
             assert_same_bits(out[1], whole[150 + t])
 
 
+LARGE = [90, 2**31 - 1, 2**31, 2**62, 2**63 - 91, 2**63 - 90, 2**63 - 2, 2**63 - 1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_that_all_tokens_are_in_is_none(kind, causal):
+    expected = Sequences([90, 70], [90, 5], kind=kind, causal=causal).write().attend()
+    for window in LARGE:
+        sequences = Sequences([90, 70], [90, 5], kind=kind, causal=causal, window=window).write()
+        assert_same_bits(sequences.attend(), expected, f"window {window}")
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_pages_shared_within_a_call(first):
     """A sequence continues pages that another one of the same call is writing, whichever comes first."""
@@ -183,6 +195,14 @@ BOTH = [
     ({"query_start_loc": ints(0, 2, 4)}, "query_start_loc ends with 4, expected 3, the number of tokens"),
     ({"query_start_loc": ints(0, 4, 3)}, "query_start_loc falls from 4 to 3 at sequence 1, expected ascending"),
     ({"kind": "fp8"}, "kind is 'fp8', expected 'int8', 'bfloat16' or 'latent'"),
+    # No page, and more tokens in all than an int64 counts.
+    (
+        {
+            "cache": torch.zeros(0, 2, 2**48 * w4a8.attention_block_bytes("int8", 64, 64), dtype=torch.uint8),
+            "block_table": torch.zeros(2, 1024, dtype=torch.int32),
+        },
+        "block_table of sequence 0 has page 0 at 0, expected 0..-1, the pages of",
+    ),
     ({"window": -1}, "window is -1, expected 0 (none) or more"),
 ]
 WRITE = [

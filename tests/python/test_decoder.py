@@ -306,6 +306,22 @@ def test_a_block_table_for_each_layer():
     assert bool((caches[1][1] == 255).all())
 
 
+@pytest.mark.parametrize("drops_pages", [False, True])
+def test_a_window_that_all_tokens_are_in_is_none(drops_pages):
+    x = torch.randn(150, HIDDEN)
+    model = Model(layers=1)
+    expected = model.step(x, [100, 50], [100, 50])
+    parts = {name: model.layers[0][name] for name in ("qkv", "out", "gate_up", "down", "input_norm", "mlp_input_norm")}
+    for window in (100, 2**31, 2**63 - 100, 2**63 - 1):
+        decoder = Decoder(model.norm, model.head, hidden_size=HIDDEN, eps=EPS)
+        decoder.add_layer(
+            **parts, heads=HEADS, kv_heads=KV, head_size=SIZE, scale=SIZE**-0.5, rope=0, residual=0.5, window=window,
+            drops_pages=drops_pages,
+        )  # fmt: skip
+        model.decoder = decoder
+        assert_same_bits(model.step(x, [100, 50], [100, 50]), expected, f"window {window}")
+
+
 def test_input_stays():
     x = torch.randn(3, HIDDEN)
     copy = x.clone()
@@ -386,6 +402,8 @@ def test_step_refuses(name, value, message):
     [
         ({"heads": 4}, "qkv has 320 out_features, expected 256"),
         ({"kv_heads": 4}, "kv_heads is 4, expected a divisor of heads, 6"),
+        ({"head_size": -(2**63)}, "head_size is -9223372036854775808, expected 1..576"),
+        ({"head_size": 2**62}, "head_size is 4611686018427387904, expected 1..576"),
         ({"head_size": 24}, "the head size of the keys is 24"),
         ({"input_norm": torch.ones(95)}, r"input_norm has shape \[95\], expected \[96\]"),
         ({"qkv_bias": torch.ones(319)}, r"qkv_bias has shape \[319\], expected \[320\]"),

@@ -252,7 +252,7 @@ class Step {
   void turn(const AttentionPlan& plan, int64_t r, float* x) const {
     if (plan.rope < 0) return;
     const RopeTable& table = args_.ropes[plan.rope];
-    rotate(table.angles + args_.positions[r] * 2 * table.half, table.half, plan.interleaved, x);
+    rotate(table.angles + args_.positions[r] * (2 * table.half), table.half, plan.interleaved, x);
   }
 
   void mlp(const MlpPlan& plan, float* out) {
