@@ -75,6 +75,9 @@ void attention_write_cpu(const Tensor& key, const Tensor& value, const Tensor& c
   const Tensor table = dense(block_table);
   const Tensor lengths = dense(seq_lens);
   const Tensor starts = dense(query_start_loc);
+  check_no_overlap(cache);
+  const Memory numbers[] = {{"block_table", table}, {"seq_lens", lengths}, {"query_start_loc", starts}};
+  check_apart({"cache", cache}, numbers);
   const PagedCache paged =
       paged_cache(cache, static_cast<uint8_t*>(output_data(cache)), shape, table, lengths, starts, key.size(0));
   check_pages(paged, cache.size(0), [&](int64_t s) {
@@ -106,7 +109,8 @@ Tensor attention_cpu(const Tensor& query, const Tensor& cache, const Tensor& blo
   const int64_t heads = query.size(1);
   W4A8_CHECK(cache.size(1) > 0 && heads % cache.size(1) == 0, "query has ", heads, " heads, expected a multiple of ",
              cache.size(1), ", those of cache");
-  W4A8_CHECK(soft_cap >= 0, "soft_cap is ", soft_cap, ", expected 0 (none) or more");
+  const float factor = finite_number("scale", scale);
+  const float cap = soft_cap_of(soft_cap);
   const Tensor table = dense(block_table);
   const Tensor lengths = dense(seq_lens);
   const Tensor starts = dense(query_start_loc);
@@ -129,8 +133,8 @@ Tensor attention_cpu(const Tensor& query, const Tensor& cache, const Tensor& blo
                            rows.stride(1),
                            heads,
                            activation_dtype("query", query),
-                           to_float32(scale),
-                           to_float32(soft_cap),
+                           factor,
+                           cap,
                            window,
                            causal,
                            sinks.has_value() ? input_data<float>(sink_scores) : nullptr};
@@ -140,13 +144,14 @@ Tensor attention_cpu(const Tensor& query, const Tensor& cache, const Tensor& blo
 }
 
 Tensor attention_meta(const Tensor& query, const Tensor& cache, const Tensor& block_table, const Tensor& seq_lens,
-                      const Tensor& query_start_loc, double /*scale*/, Text kind, Optional<int64_t> value_size,
+                      const Tensor& query_start_loc, double scale, Text kind, Optional<int64_t> value_size,
                       bool /*causal*/, int64_t window, double soft_cap, const OptionalTensor& sinks) {
   check_attention_types(check_meta, query, cache, block_table, seq_lens, query_start_loc, sinks, window);
   std::vector<SymSize> sizes = sym_sizes_of(query);
   if (value_size.has_value()) sizes[2] = *value_size;
   check_cache_shape({kind_of(kind), known_size(sym_sizes_of(query)[2]), known_size(sizes[2])});
-  W4A8_CHECK(soft_cap >= 0, "soft_cap is ", soft_cap, ", expected 0 (none) or more");
+  finite_number("scale", scale);
+  soft_cap_of(soft_cap);
   return new_tensor(sizes, type_of(query), query);
 }
 

@@ -47,6 +47,26 @@ inline float to_float32(double number) {
   return result;
 }
 
+/// An argument that a float32 holds.
+inline float finite_number(const char* name, double number) {
+  const float result = to_float32(number);
+  W4A8_CHECK(std::isfinite(result), name, " is ", number, ", expected a finite number of float32");
+  return result;
+}
+/// An argument that a float32 holds, above 0.
+inline float positive_number(const char* name, double number) {
+  const float result = finite_number(name, number);
+  W4A8_CHECK(result > 0, name, " is ", number, ", expected a positive number of float32");
+  return result;
+}
+/// The argument `soft_cap` of the ops. Times log2(e), which the core counts in, it must be finite too.
+inline float soft_cap_of(double number) {
+  const float result = to_float32(number);
+  W4A8_CHECK(number == 0 || (result > 0 && result <= 0x1p127f), "soft_cap is ", number,
+             ", expected 0 (none) or a positive number of float32 up to 2^127");
+  return result;
+}
+
 /// The arguments `activation_kind`, `limit`, `alpha` and `beta` of the ops.
 inline Activation activation_of(int64_t kind, Optional<double> limit = {}, Optional<double> alpha = {},
                                 Optional<double> beta = {}) {
@@ -57,9 +77,8 @@ inline Activation activation_of(int64_t kind, Optional<double> limit = {}, Optio
   const auto take = [kind](const char* name, Optional<double> given, bool has, bool finite, float& number) {
     if (!given.has_value()) return;
     W4A8_CHECK(has, name, " is ", *given, ", expected none with activation_kind ", kind);
-    number = to_float32(*given);
-    W4A8_CHECK(finite ? std::isfinite(number) : number > 0, name, " is ", *given, ", expected ",
-               finite ? "a finite number" : "a number above 0");
+    number = finite ? finite_number(name, *given) : to_float32(*given);
+    W4A8_CHECK(finite || number > 0, name, " is ", *given, ", expected a number above 0");
   };
   take("limit", limit, activation.has_limit(), false, activation.limit);
   take("alpha", alpha, activation.has_slope(), true, activation.alpha);

@@ -210,13 +210,6 @@ void set_latent(Decoder& decoder, AttentionPlan& attention, const OptionalTensor
   }
 }
 
-float positive(const char* name, double value) {
-  const float result = to_float32(value);
-  W4A8_CHECK(result > 0 && result <= std::numeric_limits<float>::max(), name, " is ", value,
-             ", expected a positive number");
-  return result;
-}
-
 }  // namespace
 
 Tensor decoder_create_cpu(const Tensor& norm, const OptionalTensor& head, int64_t hidden_size, double eps) {
@@ -224,7 +217,7 @@ Tensor decoder_create_cpu(const Tensor& norm, const OptionalTensor& head, int64_
              ", expected a multiple of 16 in 16..", kMaxK);
   auto decoder = std::make_shared<Decoder>();
   decoder->plan.hidden = hidden_size;
-  decoder->plan.norm = norm_of(*decoder, "norm", norm, hidden_size, positive("eps", eps));
+  decoder->plan.norm = norm_of(*decoder, "norm", norm, hidden_size, positive_number("eps", eps));
   if (head.has_value()) decoder->plan.head = products_of(*decoder, "head", std::vector<Tensor>{*head}, hidden_size, 0);
   const Tensor result = new_tensor({1}, ScalarType::Long, norm);
   *output_data<int64_t>(result) = decoders().add(std::move(decoder));
@@ -253,7 +246,6 @@ void decoder_add_layer_cpu(const Tensor& decoder, Tensors qkv, const Tensor& out
   W4A8_CHECK(window >= 0, "window is ", window, ", expected 0 (none) or more");
   W4A8_CHECK(!drops_pages || window > 0, "drops_pages is true and window is 0, expected a window");
   W4A8_CHECK(rope >= -1, "rope is ", rope, ", expected -1 (none) or the number of a table");
-  W4A8_CHECK(soft_cap >= 0, "soft_cap is ", soft_cap, ", expected 0 (none) or more");
 
   LayerPlan layer;
   AttentionPlan& attention = layer.attention;
@@ -289,8 +281,8 @@ void decoder_add_layer_cpu(const Tensor& decoder, Tensors qkv, const Tensor& out
   attention.out = products_of(*found, "out", std::vector<Tensor>{out}, attention.out_size(), hidden);
   attention.rope = rope;
   attention.interleaved = interleaved;
-  attention.scale = to_float32(scale);
-  attention.soft_cap = to_float32(soft_cap);
+  attention.scale = finite_number("scale", scale);
+  attention.soft_cap = soft_cap_of(soft_cap);
   attention.window = window;
   attention.drops_pages = drops_pages;
   check_count("sinks", sinks, heads);
@@ -300,7 +292,7 @@ void decoder_add_layer_cpu(const Tensor& decoder, Tensors qkv, const Tensor& out
   layer.after_attention = norm_of(*found, "attention_norm", attention_norm, hidden, eps);
   layer.before_mlp = norm_of(*found, "mlp_input_norm", mlp_input_norm, hidden, eps);
   layer.after_mlp = norm_of(*found, "mlp_norm", mlp_norm, hidden, eps);
-  layer.residual = to_float32(residual);
+  layer.residual = finite_number("residual", residual);
 
   W4A8_CHECK((gate_up.size() != 0) == down.has_value(), "gate_up has ", gate_up.size(), " tensors and down is ",
              down.has_value() ? "given" : "not given", ", expected both, or none before decoder_add_experts");
@@ -416,6 +408,7 @@ Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tenso
     const Tensor& table = pages[table_count == 1 ? 0 : i];
     check_cpu({{"caches", cache}});
     check_cache_types(cache, table, lengths, starts, 0);
+    check_no_overlap(cache);
     const CacheShape shape = {attention.kind, attention.head_size, attention.value_size()};
     paged.push_back(
         paged_cache(cache, static_cast<uint8_t*>(output_data(cache)), shape, table, lengths, starts, tokens));
@@ -494,6 +487,11 @@ Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tenso
                ", expected a contiguous tensor of the dtype and shape of hidden");
     args.normed = output_data(*normed);
   }
+  std::vector<Memory> numbers = {{"seq_lens", lengths}, {"query_start_loc", starts}, {"positions", place}};
+  for (const Tensor& table : pages) numbers.emplace_back("block_tables", table);
+  if (rows.has_value()) numbers.emplace_back("rows", wanted);
+  for (const Tensor& cache : caches) check_apart({"caches", cache}, numbers);
+  if (normed.has_value()) check_apart({"normed", *normed}, numbers);
   W4A8_CHECK(threads >= 0 && threads <= Team::kMostTasks, "threads is ", threads, ", expected 0..", Team::kMostTasks);
   ProcessTeam::Use use(process_team(), static_cast<int>(threads));
   Team& team = use.team();

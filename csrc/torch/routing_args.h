@@ -25,7 +25,7 @@ inline RoutingArgs routing_args(int64_t experts, int64_t top_k, bool renormalize
   RoutingArgs args = {};
   args.scoring = scoring_of(scoring_func);
   args.renormalize = renormalize;
-  args.scale = to_float32(routed_scaling_factor);
+  args.scale = finite_number("routed_scaling_factor", routed_scaling_factor);
   args.experts = experts;
   args.top_k = top_k;
   W4A8_CHECK(experts >= 1 && experts <= std::numeric_limits<int32_t>::max(), "router_logits has ", experts,

@@ -398,7 +398,7 @@ def paged_attention(
         value_size: V; None: D. kind "latent": required, less than D.
         causal: a token sees itself and the tokens before; otherwise all tokens of its sequence.
         window: a token sees itself and window - 1 tokens before (not causal: window - 1 to both sides). 0: all.
-        soft_cap: scores become soft_cap * tanh(score / soft_cap). 0: none.
+        soft_cap: scores become soft_cap * tanh(score / soft_cap); up to 2**127. 0: none.
         sinks: floating point [H], one more score in the softmax of each head, without a value; or None.
 
     Returns:

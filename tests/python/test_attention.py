@@ -205,6 +205,9 @@ BOTH = [
     ),
     ({"window": -1}, "window is -1, expected 0 (none) or more"),
 ]
+cache = lambda pages, heads: torch.zeros(  # noqa: E731
+    pages, heads, 2 * w4a8.attention_block_bytes("int8", 64, 64), dtype=torch.uint8
+)
 WRITE = [
     ({"key": torch.zeros(3, 2, 72)}, "the head size of the keys is 72, expected a multiple of 16 in 16..256"),
     ({"key": torch.zeros(3, 128)}, "key has shape [3, 128], expected [tokens, heads, head size]"),
@@ -213,13 +216,23 @@ WRITE = [
     ({"value": torch.zeros(2, 2, 64)}, "value has shape [2, 2, 64], expected the tokens and heads of key, [3, 2, 64]"),
     ({"key": torch.zeros(3, 3, 64), "value": torch.zeros(3, 3, 64)}, "cache has 2 heads, expected 3, those of key"),
     ({"key": torch.zeros(3, 2, 64, requires_grad=True)}, "key requires gradients, which a cache does not keep"),
+    ({"cache": cache(1, 2).expand(3, 2, -1)}, "cache has stride 0 in dimension 0, expected at least 17664: it is written"),
+    ({"cache": cache(3, 1).expand(3, 2, -1)}, "cache has stride 0 in dimension 1, expected at least 17664: it is written"),
+    ({"cache": cache(4, 1).as_strided((3, 2, 17664), (17664, 17664, 1))}, "cache has stride 17664 in dimension 0, expec"),
     ({"kind": "latent"}, "value is other memory than key, expected key[..., :V] for a cache of kind 'latent'"),
 ]
 ATTEND = [
     ({"query": torch.zeros(3, 5, 64)}, "query has 5 heads, expected a multiple of 2, those of cache"),
     ({"query": torch.zeros(3, 2, 64, dtype=torch.int8)}, "query has dtype Char, expected float32, bfloat16 or float16"),
     ({"value_size": 40}, "the head size of the values is 40, expected a multiple of 16 in 16..256"),
-    ({"soft_cap": -1.0}, "soft_cap is -1, expected 0 (none) or more"),
+    ({"soft_cap": -1.0}, "soft_cap is -1, expected 0 (none) or a positive number of float32 up to 2^127"),
+    ({"soft_cap": math.nan}, "soft_cap is nan, expected 0 (none) or a positive number"),
+    ({"soft_cap": math.inf}, "soft_cap is inf, expected 0 (none) or a positive number"),
+    ({"soft_cap": 3e38}, "soft_cap is 3e+38, expected 0 (none) or a positive number"),
+    ({"soft_cap": 1e-300}, "soft_cap is 1e-300, expected 0 (none) or a positive number"),
+    ({"scale": math.nan}, "scale is nan, expected a finite number of float32"),
+    ({"scale": -math.inf}, "scale is -inf, expected a finite number of float32"),
+    ({"scale": 1e300}, "scale is 1e+300, expected a finite number of float32"),
     ({"sinks": torch.zeros(5)}, "sinks has 5 elements, expected 6, the heads of query"),
     ({"sinks": torch.zeros(6, 1)}, "sinks has 2 dimensions, expected [heads]"),
     ({"sinks": torch.zeros(6, dtype=torch.int32)}, "sinks has dtype Int, expected a floating point type"),
@@ -235,6 +248,24 @@ def test_writing_refuses(change, message):
     assert message in str(caught.value)
     assert str(caught.value).startswith("w4a8::paged_attention_write: ")
     assert torch.equal(given["cache"], before)
+
+
+@pytest.mark.parametrize("name", ["block_table", "seq_lens", "query_start_loc"])
+def test_numbers_in_the_memory_that_is_written(name):
+    given = arguments()[0]
+    memory = given["cache"][1, 0, :512].view(torch.int32)
+    given[name] = memory[: given[name].numel()].copy_(given[name].flatten()).view(given[name].shape)
+    with pytest.raises(RuntimeError, match=f"{name} lies in the memory of cache, which is written, expected other memory"):
+        w4a8.paged_attention_write(**given)
+
+
+def test_a_cache_that_is_only_read_may_overlap():
+    sequences = Sequences([60, 60], [60, 60], page_blocks=1)
+    for part in (sequences.key, sequences.value, sequences.query):
+        part[60:] = part[:60]
+    expected = sequences.write().attend()
+    sequences.cache = sequences.cache[sequences.table[0].item()].expand(3, -1, -1)
+    assert_same_bits(sequences.attend(), expected)
 
 
 @pytest.mark.parametrize("change, message", [*BOTH, *ATTEND])

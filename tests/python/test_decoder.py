@@ -14,6 +14,7 @@ from w4a8.decoder import Decoder
 
 HIDDEN, HEADS, KV, SIZE, INNER, VOCAB, POSITIONS = 96, 6, 2, 32, 160, 75, 512
 EPS = 1e-5
+NAN, INF = float("nan"), float("inf")
 KINDS = ["int4", "int4 minimums", "int8"]  # of q, k and v: they want rows quantized in different ways
 
 
@@ -414,6 +415,13 @@ def test_step_refuses(name, value, message):
         ({"window": -1}, "window is -1, expected 0"),
         ({"drops_pages": True}, "drops_pages is true and window is 0, expected a window"),
         ({"rope": -2}, "rope is -2, expected -1"),
+        ({"scale": NAN}, "scale is nan, expected a finite number of float32"),
+        ({"scale": 1e300}, r"scale is 1e\+300, expected a finite number of float32"),
+        ({"residual": NAN}, "residual is nan, expected a finite number of float32"),
+        ({"residual": -INF}, "residual is -inf, expected a finite number of float32"),
+        ({"soft_cap": NAN}, r"soft_cap is nan, expected 0 \(none\) or a positive number"),
+        ({"soft_cap": INF}, r"soft_cap is inf, expected 0 \(none\) or a positive number"),
+        ({"soft_cap": 1e-300}, r"soft_cap is 1e-300, expected 0 \(none\) or a positive number"),
         ({"activation_kind": 9}, "activation_kind is 9"),
         ({"down": None}, "gate_up has 2 tensors and down is not given"),
         ({"out": torch.zeros(64, dtype=torch.uint8)}, "out"),
@@ -447,6 +455,8 @@ def test_experts_refuse():
     two = {"w13": model.layers[0]["w13"], "w2": model.layers[0]["w2"], "top_k": 1, "renormalize": True}
     with pytest.raises(RuntimeError, match="w4a8::decoder_add_experts: limit is -1, expected a number above 0"):
         model.decoder.add_experts(torch.zeros(2, HIDDEN), None, **two, limit=-1.0)
+    with pytest.raises(RuntimeError, match="routed_scaling_factor is nan, expected a finite number of float32"):
+        model.decoder.add_experts(torch.zeros(2, HIDDEN), None, **two, routed_scaling_factor=NAN)
     decoder = Decoder(model.norm, None, hidden_size=HIDDEN, eps=EPS)
     with pytest.raises(RuntimeError, match="decoder has no layer yet"):
         decoder.add_experts(torch.zeros(1, HIDDEN), None, w13, w2, top_k=1, renormalize=True)
@@ -455,8 +465,10 @@ def test_experts_refuse():
 def test_decoders_refuse():
     with pytest.raises(RuntimeError, match="hidden_size is 100, expected a multiple of 16"):
         Decoder(torch.ones(100), None, hidden_size=100, eps=EPS)
-    with pytest.raises(RuntimeError, match="eps is 0"):
-        Decoder(torch.ones(96), None, hidden_size=96, eps=0.0)
+    for eps, message in ((0.0, "eps is 0, expected a positive"), (1e-300, "eps is 1e-300, expected a positive"),
+                         (NAN, "eps is nan, expected a finite"), (INF, "eps is inf, expected a finite")):  # fmt: skip
+        with pytest.raises(RuntimeError, match=message):
+            Decoder(torch.ones(96), None, hidden_size=96, eps=eps)
     with pytest.raises(RuntimeError, match="decoder -1 does not exist, or was destroyed"):
         torch.ops.w4a8.decoder_step(
             torch.tensor([-1]), torch.zeros(1, 96), torch.zeros(1).long(), [], [PAGES], *LENGTHS, [], None

@@ -85,3 +85,28 @@ def test_an_argument_of_a_step_without_its_storage(name):
             arguments["hidden"], arguments["positions"], [arguments["caches"]], (arguments["tables"], lengths, starts),
             [arguments["ropes"]], None, arguments["normed"],
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["positions", "tables", "lengths", "starts", "rows"])
+@pytest.mark.parametrize("written", ["caches", "normed"])
+def test_numbers_in_the_memory_that_is_written(name, written):
+    """They say where to read and write, so they must not change within a step."""
+    model, x, normed = Model(layers=1), torch.randn(3, HIDDEN), torch.zeros(3, HIDDEN)
+    numbers = dict(zip(("tables", "lengths", "starts"), model.tables([3], [3])))
+    numbers |= {"positions": torch.arange(3), "rows": torch.tensor([2])}
+    given = numbers[name]
+    memory = (normed if written == "normed" else model.caches[0][0, 0, :1024]).flatten().view(given.dtype)
+    numbers[name] = memory[: given.numel()].copy_(given.flatten()).view(given.shape)
+    named = {"tables": "block_tables", "lengths": "seq_lens", "starts": "query_start_loc"}.get(name, name)
+    with pytest.raises(RuntimeError, match=f"{named} lies in the memory of {written}, which is written"):
+        model.decoder.step(
+            x, numbers["positions"], model.caches, (numbers["tables"], numbers["lengths"], numbers["starts"]),
+            [model.rope], numbers["rows"], normed,
+        )  # fmt: skip
+
+
+def test_a_cache_that_overlaps():
+    model, x = Model(layers=1), torch.randn(3, HIDDEN)
+    model.caches = [model.caches[0][:1].expand(9, -1, -1)]
+    with pytest.raises(RuntimeError, match="w4a8::decoder_step: cache has stride 0 in dimension 0, expected at least"):
+        model.step(x, [3], [3])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from common import assert_same_bits, make_layer, make_matrix, route
+from op_samples import op_samples
 
 import w4a8
 
@@ -376,3 +377,21 @@ def test_a_refused_call_leaves_the_library_working():
         with pytest.raises(RuntimeError):
             w4a8.dynamic_4bit_int_moe(**{**arguments, **changes})
     assert_same_bits(w4a8.dynamic_4bit_int_moe(**arguments), want)
+
+
+SAMPLES = op_samples()
+FLOATS = {
+    (sample, argument.name)
+    for sample, (op, given) in SAMPLES.items()
+    for argument in op._schema.arguments
+    if str(argument.type) in ("float", "Optional[float]") and (argument.name in given or not argument.has_default_value())
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(("sample", "name"), sorted(FLOATS))
+def test_numbers_that_float32_has_not(sample, name, device):
+    op, given = SAMPLES[sample]
+    given = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in given.items()}
+    for number in (float("nan"), float("-inf"), *([] if name == "limit" else [float("inf"), 1e300])):
+        refuse(lambda number=number: op(**{**given, name: number}), rf"{name} is {number}, expected".replace("+", r"\+"))
