@@ -416,6 +416,7 @@ Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tenso
                attention.kv_heads);
     // Layers alike have the same pages, which are looked at once.
     const bool as_before = i > 0 && cache.size(0) >= caches[i - 1].size(0) && paged[i].table == paged[i - 1].table &&
+                           paged[i].table_stride == paged[i - 1].table_stride &&
                            paged[i].page_tokens == paged[i - 1].page_tokens &&
                            attention.window == plan.layers[i - 1].attention.window &&
                            attention.drops_pages == plan.layers[i - 1].attention.drops_pages;

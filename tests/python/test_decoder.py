@@ -323,6 +323,20 @@ def test_a_window_that_all_tokens_are_in_is_none(drops_pages):
         assert_same_bits(model.step(x, [100, 50], [100, 50]), expected, f"window {window}")
 
 
+def test_block_tables_of_other_widths_that_begin_alike():
+    model = Model()
+    numbers = torch.tensor([1, 2, 9, 3], dtype=torch.int32)
+    tables = [numbers[:2].view(2, 1), numbers.view(2, 2)]
+    lengths, starts = torch.tensor([3, 3]).int(), torch.tensor([0, 3, 6]).int()
+    step = lambda: model.decoder.step(  # noqa: E731
+        torch.randn(6, HIDDEN), torch.arange(6), model.caches, (tables, lengths, starts), [model.rope]
+    )
+    with pytest.raises(RuntimeError, match="block_table of sequence 1 has page 9 at 0, expected 0..8, the pages of"):
+        step()
+    numbers[2] = 8
+    step()
+
+
 def test_input_stays():
     x = torch.randn(3, HIDDEN)
     copy = x.clone()
