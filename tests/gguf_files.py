@@ -78,7 +78,8 @@ def write(path, architecture, keys, tensors, **options):
         if isinstance(value, bool):
             writer.add_bool(name, value)
         elif isinstance(value, int):
-            writer.add_uint32(name, value)
+            kind = "UINT32" if 0 <= value < 2**32 else "INT64"
+            writer.add_key_value(name, value, gguf.GGUFValueType[kind])
         elif isinstance(value, float):
             writer.add_float32(name, value)
         elif isinstance(value, str):

@@ -14,6 +14,7 @@ _MADE_SO = ("falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano
 LLAMA3 = ("llama3", "llama-v3", "llama-bpe", *_MADE_SO)
 # With these llama.cpp begins a text with bos, if the file does not state it.
 _WITH_BOS = (*LLAMA3, "tekken", "chameleon")
+_MOST_LAYERS = 10_000  # numbers of layers in names of tensors have up to four digits
 
 
 def added_tokens(keys: Mapping[str, Any]) -> dict[str, bool]:
@@ -72,9 +73,9 @@ class Keys:
         """Number of layers of the model. Layers behind these predict further tokens (MTP), and are left out everywhere.
 
         Raises:
-            CheckpointError: ``block_count`` is missing or no count, or all layers are MTP layers.
+            CheckpointError: ``block_count`` is missing, no count or above 10,000, or all layers are MTP layers.
         """
-        further, count = self.count("nextn_predict_layers", 0, least=0), self.count("block_count")
+        further, count = self.count("nextn_predict_layers", 0, least=0), self.count("block_count", most=_MOST_LAYERS)
         if further >= count:
             key = f"{self.architecture}.nextn_predict_layers"
             raise CheckpointError(f"{key} is {further}, but of {count} layers fewer are expected")
@@ -101,15 +102,16 @@ class Keys:
         key = f"{self.architecture}.{name}"
         raise CheckpointError(f"{key} is {shorten(value)}, but {kind.__name__} is expected")
 
-    def count(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """A number of things, from ``least`` to 2**31 - 1.
+    def count(self, name: str, default: int | None = None, least: int = 1, most: int = 2**31 - 1) -> int:
+        """A number of things, from ``least`` to ``most``.
 
         Raises:
             CheckpointError: no integer, or outside this range.
         """
         value = self.typed(name, int, default)
-        if not least <= value < 2**31:
-            raise CheckpointError(f"{self.architecture}.{name} is {value}, but {least}..2**31-1 is expected")
+        if not least <= value <= most:
+            until = "2**31-1" if most == 2**31 - 1 else most
+            raise CheckpointError(f"{self.architecture}.{name} is {value}, but {least}..{until} is expected")
         return value
 
     def number(self, name: str, default: float | None = None, least: int | None = None) -> float:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from w4a8.checkpoint.counts import blocks_of, check_counts
 from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, BESIDE, named
 from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.checkpoint.gguf_key_table import check_keys
@@ -35,7 +36,7 @@ class GGUFLinears:
         """Takes the names of the file's architecture.
 
         Raises:
-            CheckpointError: the architecture is not known here.
+            CheckpointError: the architecture is not known here, or a count in the keys is above what the file holds.
         """
         name = named(file.keys)
         if name is None:
@@ -45,6 +46,8 @@ class GGUFLinears:
             )
         check_keys(file.keys)
         self.file, self.keys, self.architecture = file, Keys(file.keys), ARCHITECTURES[name]
+        layers = blocks_of(file.tensors) + self.keys.count("nextn_predict_layers", 0, least=0)  # these may be left out
+        check_counts(file.keys, {each: tensor.shape for each, tensor in file.tensors.items()}, layers)
         if not self.architecture.joined:
             self._split_joined()
 

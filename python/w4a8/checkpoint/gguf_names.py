@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
+from w4a8.checkpoint.counts import blocks_of
 from w4a8.core.json_fields import CheckpointError
 
 if TYPE_CHECKING:
@@ -68,8 +69,7 @@ def sources_of(model: torch.nn.Module, tensors: Collection[str], architecture: s
     Raises:
         CheckpointError: the package ``gguf`` does not know the architecture.
     """
-    layers = 1 + max((int(match[1]) for match in map(re.compile(r"blk\.(\d+)\.").match, tensors) if match), default=0)
-    names, found = _name_map(architecture, layers), {}
+    names, found = _name_map(architecture, max(1, blocks_of(tensors))), {}
     to_checkpoint = _CheckpointNames(model)
     for parameter, tensor in model.state_dict().items():
         experts, checkpoint = _EXPERTS.fullmatch(parameter), to_checkpoint(parameter)

@@ -162,7 +162,7 @@ def _loaded(path: Path, headers: Mapping[str, Header] | None = None) -> tuple[An
         files.setdefault(header.file.name, {})[key] = header
     if all((path / file).is_file() for file in files):
         with dry_run(files):
-            return loading.load(path, loading.DEFAULTS)
+            return loading.load(path, loading.DEFAULTS, headers=headers)
     with tempfile.TemporaryDirectory() as name, dry_run(files):
         folder = Path(name)
         for each in path.iterdir():
@@ -171,7 +171,7 @@ def _loaded(path: Path, headers: Mapping[str, Header] | None = None) -> tuple[An
         for file in files:
             (folder / file).touch()
         try:
-            return loading.load(folder, loading.DEFAULTS)
+            return loading.load(folder, loading.DEFAULTS, headers=headers)
         except ValueError as error:
             raise ValueError(str(error).replace(name, str(path))) from error
 

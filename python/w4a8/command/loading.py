@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from w4a8.checkpoint.counts import check_counts
 from w4a8.checkpoint.gguf_file import GGUFFile, is_gguf
 from w4a8.checkpoint.gguf_linear import GGUFLinears
 from w4a8.checkpoint.tensors import files_of, read_index
 from w4a8.command import extras
+from w4a8.command.headers import Header, read_headers
 from w4a8.command.report import UsageError, number
+from w4a8.core.json_fields import read_json
 from w4a8.formats.float8 import has_float8
 from w4a8.formats.packed_directory import is_packed as is_packed_config
 from w4a8.formats.rules import config_in
@@ -97,13 +101,16 @@ def is_packed(path: Path) -> bool:
     return not is_gguf(path) and is_packed_config(config_in(path))
 
 
-def load(path: Path, args: argparse.Namespace, text: str | None = None) -> tuple[Any, QuantizationReport | None]:
+def load(
+    path: Path, args: argparse.Namespace, text: str | None = None, headers: Mapping[str, Header] | None = None
+) -> tuple[Any, QuantizationReport | None]:
     """The packed model, and the report of what became of its layers; a packed directory has no report (None).
 
     Args:
         path: of a folder or a GGUF file.
         args: with the options of :func:`add_options`.
         text: for calibration; OWN: text that the model writes itself; None: no calibration.
+        headers: of the folder's tensors; None: they are read.
 
     Raises:
         UsageError: options that have no effect on this model.
@@ -120,6 +127,8 @@ def load(path: Path, args: argparse.Namespace, text: str | None = None) -> tuple
         raise UsageError(f"{path} is packed already: leave --activation-group out")
     if is_gguf(path):
         GGUFLinears(GGUFFile(path))  # an unknown architecture is an error that lists the known ones
+    else:
+        _check_counts(path, headers)
     transformers = import_transformers()
     from w4a8.integrations.transformers import W4A8Config
     from w4a8.integrations.transformers.names import refuse_codes
@@ -156,6 +165,15 @@ def load(path: Path, args: argparse.Namespace, text: str | None = None) -> tuple
             tensor.data = tensor.data.to(floats[name])
     model.config.quantization_config = config
     return model, report
+
+
+def _check_counts(folder: Path, headers: Mapping[str, Header] | None) -> None:
+    """Compares counts in config.json with the safetensors files, before transformers makes lists of so many."""
+    if headers is None:
+        headers = read_headers(folder) if files_of(folder, read_index(folder)) else {}
+    if headers:
+        shapes = {name: header.shape for name, header in headers.items()}
+        check_counts(read_json(folder / "config.json"), shapes, len(shapes), "config.json: ")
 
 
 def _tensors(model: Any) -> list[tuple[str, Any]]:
