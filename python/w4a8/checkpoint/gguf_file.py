@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from w4a8.core.json_fields import CheckpointError, shorten
+from w4a8.core.json_fields import CheckpointError, check_regular, shorten
 from w4a8.core.matrix import Matrix
 from w4a8.formats.gguf_blocks import TYPES
 
@@ -336,6 +336,7 @@ class GGUFFile:
 
 @contextmanager
 def _mapped(path: Path) -> Iterator[mmap.mmap]:
+    check_regular(path)
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             yield data

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from w4a8.core.json_fields import CheckpointError, read_json, shorten
+from w4a8.core.json_fields import CheckpointError, check_regular, read_json, shorten
 
 MOST_MAPPED = 128 << 20  # bytes; after reading more, files are closed, and opened again when they are needed
 INDEX_NAME = "model.safetensors.index.json"
@@ -35,7 +35,7 @@ def read_index(directory: Path) -> dict[str, str] | None:
     if not isinstance(file_of, dict):
         raise CheckpointError(f"{index} has no weight_map")
     for name in file_of.values():
-        if not isinstance(name, str) or Path(name).name != name:
+        if not isinstance(name, str) or Path(name).name != name or name in ("", ".."):
             raise CheckpointError(_no_file(directory, name))
     return file_of
 
@@ -113,6 +113,7 @@ class CheckpointTensors:
     def _handle(self, name: str) -> Any:
         if name not in self._handles:
             path = self.directory / name
+            check_regular(path)
             try:
                 self._handles[name] = self._open(str(path), framework="pt", device="cpu")
             except Exception as error:  # safetensors raises its own class for damaged headers, OSError and others

@@ -68,7 +68,7 @@ def of_packed(headers: Mapping[str, Header]) -> Iterator[Layer]:
         if leaf not in ALL_STAND_FOR:
             yield Layer(name, role_of(name, len(header.shape)), FLOAT, header.dtype, "not quantized", header.bytes)
             continue
-        count = header.shape[0] if len(header.shape) == 2 else 1
+        count = max(1, header.shape[0]) if len(header.shape) == 2 else 1
         try:
             said = read_header(mapped.bytes(header, 0, header.bytes // count))
         except ValueError as error:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from w4a8.checkpoint.tensors import file_of_each, files_of, read_index
 from w4a8.command.model import hub
-from w4a8.core.json_fields import CheckpointError, shorten
+from w4a8.core.json_fields import CheckpointError, check_regular, shorten
 
 _BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16}
+_BITS |= {"C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ def _header(name: str, dtype: str, shape: Sequence[int], path: Path, begin: int 
 
 
 def _of_file(path: Path) -> dict[str, Header]:
+    check_regular(path)
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -82,6 +84,10 @@ def _of_file(path: Path) -> dict[str, Header]:
             if name != "__metadata__":
                 begin, last = entry["data_offsets"]
                 found[name] = _header(name, entry["dtype"], entry["shape"], path, 8 + size + begin)
+                is_place = type(begin) is type(last) is int and 0 <= begin <= last
+                if not is_place or last - begin != found[name].bytes:
+                    stated = f"{entry['dtype']} of shape {shorten(entry['shape'])}"
+                    raise CheckpointError(f"{path}: tensor {name!r} is {stated}, but at bytes {begin} to {last}")
                 end = max(end, last)
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None

@@ -8,6 +8,7 @@ from typing import Any
 
 from w4a8.checkpoint.gguf_file import gguf_in
 from w4a8.command import extras
+from w4a8.core.json_fields import check_regular
 
 HELP = "a folder, a GGUF file, or a name on the Hugging Face hub: OWNER/NAME, of GGUF files OWNER/NAME/FILE.gguf"
 _NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:/(?P<file>[\w./-]+\.gguf))?")
@@ -27,7 +28,7 @@ def find(name: str, weights: bool = True) -> Path:
         A folder with config.json, or a GGUF file.
 
     Raises:
-        ValueError: the name is none of these.
+        ValueError: the name is none of these, or a named pipe, device or socket is in the folder.
         OSError: the Hub has no such model, or cannot be reached.
         ImportError: huggingface_hub is not installed.
     """
@@ -36,6 +37,8 @@ def find(name: str, weights: bool = True) -> Path:
         if path.parent != Path(".") and path.parent.is_dir():  # a wrong file name, not an OWNER of the Hub
             raise ValueError(f"{name} is not there, though {path.parent} is a folder of this machine")
         path = _of_hub(name, weights)
+    for each in path.iterdir() if path.is_dir() else [path]:
+        check_regular(each)
     found = gguf_in(path)
     if found is None and not (path / "config.json").is_file():
         what = "a folder without config.json" if path.is_dir() else "neither a folder nor a GGUF file"

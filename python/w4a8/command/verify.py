@@ -16,7 +16,7 @@ from typing import Any
 from w4a8.checkpoint.tensors import INDEX_NAME
 from w4a8.command.headers import Header, Mapped, read_headers
 from w4a8.command.report import add_json, labelled, show
-from w4a8.core.json_fields import read_json
+from w4a8.core.json_fields import read_json, shorten
 from w4a8.core.words import gigabytes
 from w4a8.formats.packed_directory import ALL_STAND_FOR, check_listed, check_stated
 from w4a8.formats.rules import config_in
@@ -59,6 +59,7 @@ def examine(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder} is no packed directory: it has no config.json with a quantization_config")
     check_stated(source.get("quant_method"), source.get("format"), source.get("version"))
     problems, stated = _wrong_sums(folder)
+    problems += _foreign_code(folder)
     tensors: dict[str, Header] = {}
     packed = 0
     try:
@@ -81,17 +82,33 @@ def examine(folder: Path) -> dict[str, Any]:
 
 def _wrong_sums(folder: Path) -> tuple[list[str], int]:
     """Problems with files that are missing, changed or not in SUMS, and the number of files in SUMS."""
-    path = folder / SUMS
+    path, files = folder / SUMS, _files_in(folder)
+    problems = [f"{each} is no regular file" for each in folder.rglob("*") if not (each.is_file() or each.is_dir())]
     if not path.is_file():
-        return [], 0
+        return problems, 0
     lines = path.read_text(errors="replace").splitlines()
     stated = {name: digest for digest, _, name in (line.partition("  ") for line in lines)}
-    there = [name for name in stated if name and (folder / name).is_file()]
+    there = [name for name in files if name in stated]
     found = _sums(folder, there, "verifying")
-    problems = [f"{folder / name} is missing" for name in stated if name not in there]
+    for name in [name for name in stated if name not in found]:
+        outside = Path(name).is_absolute() or ".." in Path(name).parts
+        problems.append(f"{path} names {name}, a file outside" if outside else f"{folder / name} is missing")
     problems += [f"{folder / name} has changed: its checksum differs" for name in there if found[name] != stated[name]]
-    unnamed = sorted(set(_files_in(folder)) - {*stated, SUMS})
+    unnamed = sorted(set(files) - {*stated, SUMS})
     return problems + [f"{folder / name} is not in {SUMS}" for name in unnamed], len(stated)
+
+
+def _foreign_code(folder: Path) -> list[str]:
+    """Classes that an ``auto_map`` names outside of the folder: who trusts the folder would run code of others."""
+    problems = []
+    for name in ("config.json", "tokenizer_config.json"):
+        stated = read_json(folder / name).get("auto_map") if (folder / name).is_file() else None
+        for value in stated.values() if isinstance(stated, dict) else [stated]:
+            for each in value if isinstance(value, list) else [value]:
+                module = each.rpartition(".")[0] if isinstance(each, str) else ""
+                if each is not None and (not module.isidentifier() or not (folder / f"{module}.py").is_file()):
+                    problems.append(f"{folder / name}: auto_map names {shorten(each)}, which is no code in {folder}")
+    return problems
 
 
 def _files_in(folder: Path) -> list[str]:
@@ -123,21 +140,25 @@ def _wrong_index(folder: Path, tensors: dict[str, Header]) -> list[str]:
 
 
 def _wrong_matrices(tensors: dict[str, Header]) -> tuple[int, list[str]]:
-    """The number of packed matrices, and problems with their headers."""
+    """The number of packed matrices, and the first problem with the headers of each tensor."""
     mapped, count, wrong = Mapped(), 0, []
     for name, header in tensors.items():
         if name.rpartition(".")[2] not in ALL_STAND_FOR:
             continue
         rows = header.shape[0] if len(header.shape) == 2 else 1
-        size = header.bytes // max(1, rows)
+        if header.bytes == 0:
+            wrong.append(f"{name} has shape {header.shape}, which holds nothing")
+            continue
+        size = header.bytes // rows
         for row in range(rows):
             where = f"{name}[{row}]" if len(header.shape) == 2 else name
             try:
                 said = read_header(mapped.bytes(header, row * size, size))["bytes"]
                 if said != size:
-                    wrong.append(f"{where} has {size} bytes, but its header says {said}")
+                    raise ValueError(f"{size} bytes, but its header says {said}")
             except ValueError as error:
                 wrong.append(f"{where}: {error}")
+                break  # of a stack that is none, every row would have a line
             count += 1
     return count, wrong or ([] if count else ["no tensor is packed"])
 

@@ -12,12 +12,19 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be read; the message names the key or the file."""
 
 
+def check_regular(path: Path) -> None:
+    """Raises CheckpointError for a path that is a named pipe, a device or a socket: reading it may never end."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise CheckpointError(f"{path} is no regular file")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file.
 
     Raises:
-        CheckpointError: the file is missing, unreadable or no JSON object.
+        CheckpointError: the file is missing, unreadable, no regular file or no JSON object.
     """
+    check_regular(path)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
