@@ -7,11 +7,11 @@ again and is the same bit for bit: an interrupted run leaves no OUT.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import shutil
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -58,9 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Packs a model."""
     begin = time.perf_counter()
-    out = args.out.resolve()  # follows a link: a folder cannot be renamed onto a link
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise UsageError(f"{args.out} is there already: name another directory, or remove it")
+    # Follows a link, onto which no folder can be renamed, and takes out "..", also behind what is not there.
+    out = args.out.resolve()
+    _refuse_there(out)
     if out.is_mount() or out == Path.cwd():
         raise UsageError(f"{args.out} is a mount point or the folder that this runs in: name a directory inside")
     path = find(args.model)
@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
         "files": files,
         "format": args.format,
         "no_tokenizer": without,
-        "not_in_vllm": "" if others else packed_not_in_vllm(of_packed(read_headers(args.out))),
+        "not_in_vllm": "" if others else packed_not_in_vllm(of_packed(read_headers(out))),
         "seconds": round(time.perf_counter() - begin, 1),
     }
     show(answer, _text(answer), args.json)
@@ -114,7 +114,10 @@ def _write_tokenizer(path: Path, folder: Path) -> str:
         return f"{error}; save another one to OUT"
     if tokenizer is None:
         return "MODEL has none"
-    tokenizer.save_pretrained(folder)
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # the package tokenizers raises Exception itself, of a full disk say
+        raise ValueError(f"the tokenizer cannot be written to {folder}: {error}") from error
     return ""
 
 
@@ -122,12 +125,13 @@ def _write_tokenizer(path: Path, folder: Path) -> str:
 def _appearing(out: Path) -> Iterator[Path]:
     """A folder beside ``out``, an absolute path. The end of the block renames it to ``out``; an error removes it."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    making = Path(tempfile.mkdtemp(prefix=f".{out.name}.packing-", dir=out.parent))
+    making = out.with_name(f".{out.name}.packing")
+    held = _hold(making, out)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         for number, handler in before.items():
             if handler != signal.SIG_IGN:  # an ignored signal stays ignored, as with nohup
-                signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that the finally block runs
+                signal.signal(number, lambda number, _: sys.exit(128 + number))  # so that the except block runs
         yield making
         for path in [*making.rglob("*"), making]:  # flush to the disk before the rename
             path.chmod((0o777 if path.is_dir() else 0o666) & ~_umask())  # some files are made for their owner alone
@@ -135,10 +139,53 @@ def _appearing(out: Path) -> Iterator[Path]:
             os.fsync(handle)
             os.close(handle)
         making.rename(out)
+    except BaseException:
+        shutil.rmtree(making, ignore_errors=True)
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        shutil.rmtree(making, ignore_errors=True)
+        os.close(held)
+
+
+def _hold(making: Path, out: Path) -> int:
+    """Makes the folder, and locks it while the returned handle is open; what a killed run left there is removed.
+
+    Raises:
+        UsageError: another process holds the folder or has just made ``out``; or another user, or a link, is there.
+    """
+    while True:
+        making.mkdir(mode=0o700, exist_ok=True)
+        if making.is_symlink() or making.lstat().st_uid != os.geteuid():
+            raise UsageError(f"{making} is a link, or another user's: name another directory")
+        handle = os.open(making, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _refuse_there(out)
+            if making.exists() and os.path.samestat(making.lstat(), os.fstat(handle)):
+                _clear(making)
+                return handle
+        except BlockingIOError:
+            os.close(handle)
+            raise UsageError(f"another process is packing to {out}: wait for it, or name another directory") from None
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)  # its process has renamed or removed it
+
+
+def _refuse_there(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UsageError(f"{out} is there already: name another directory, or remove it")
+
+
+def _clear(folder: Path) -> None:
+    left = [*folder.iterdir()]
+    if left:
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        print(f"w4a8: {gigabytes(size)} that a killed run left in {folder} are removed", file=sys.stderr)
+    for path in left:
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def _umask() -> int:

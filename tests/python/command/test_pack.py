@@ -3,10 +3,8 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import meter
 import pytest
@@ -275,57 +273,6 @@ def test_what_is_no_packed_directory(tmp_path, capsys):
     assert "'gptq'" in capsys.readouterr().err
     assert main(["verify", str(tmp_path / "nowhere")]) == 1
     assert capsys.readouterr().err.startswith(f"w4a8: {tmp_path / 'nowhere'} is no packed directory")
-
-
-def stop(how):
-    def save(model, folder, **options):
-        (folder / "config.json").write_text("{}")
-        how()
-
-    return save
-
-
-@pytest.fixture
-def interrupts():
-    """A shell that starts the tests in the background has them ignore SIGINT, nohup SIGHUP."""
-    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGHUP: signal.SIG_DFL}
-    before = {each: signal.signal(each, handler) for each, handler in handlers.items()}
-    yield
-    for each, handler in before.items():
-        signal.signal(each, handler)
-
-
-@pytest.mark.usefixtures("interrupts")
-@pytest.mark.parametrize(
-    "how, code",
-    [
-        (lambda: os.kill(os.getpid(), signal.SIGTERM), 143),
-        (lambda: os.kill(os.getpid(), signal.SIGHUP), 129),
-        (lambda: os.kill(os.getpid(), signal.SIGINT), 130),
-        (lambda: Path("/dev/full").write_bytes(b"x"), 1),
-        (lambda: safetensors.torch.save_file({"a": torch.zeros(1)}, "/dev/full"), 1),
-    ],
-)
-def test_an_interrupted_run_leaves_nothing(how, code, tmp_path, monkeypatch):
-    model = load(TOOL_WRITTEN / "gptq", quantization_config=W4A8Config())
-    monkeypatch.setattr(type(model), "save_pretrained", stop(how))
-    before = signal.getsignal(signal.SIGTERM)
-    assert main(["pack", str(TOOL_WRITTEN / "gptq"), str(tmp_path / "out")]) == code
-    assert os.listdir(tmp_path) == [] and signal.getsignal(signal.SIGTERM) == before
-
-
-def test_out_is_a_link_or_here(tmp_path, monkeypatch, capsys):
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "link").symlink_to("folder")
-    monkeypatch.chdir(tmp_path)
-    assert main(["pack", str(TOOL_WRITTEN / "gptq"), "link"]) == 0
-    assert (tmp_path / "link").is_symlink() and main(["verify", "folder"]) == 0
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr(pack.loading, "load", lambda *_: pytest.fail("the work was begun"))
-    capsys.readouterr()
-    assert main(["pack", str(TOOL_WRITTEN / "gptq"), "."]) == 2
-    assert "the folder that this runs in" in capsys.readouterr().err
 
 
 def test_folders_in_the_directory(tmp_path, monkeypatch, capsys):

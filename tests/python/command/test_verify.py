@@ -82,15 +82,15 @@ def test_a_named_pipe(command, name, packed, tmp_path, capsys):
 def test_named_pipes_for_other_readers(packed, tmp_path):
     index = packed / "model.safetensors.index.json"
     os.mkfifo(index)
-    with pytest.raises(ValueError, match="index.json is no regular file"):
+    with pytest.raises(ValueError, match=r"index\.json is no regular file"):
         CheckpointTensors(packed)
     index.unlink()
     (packed / "model.safetensors").unlink()
     os.mkfifo(packed / "model.safetensors")
-    with pytest.raises(ValueError, match="model.safetensors is no regular file"):
+    with pytest.raises(ValueError, match=r"model\.safetensors is no regular file"):
         CheckpointTensors(packed)
     os.mkfifo(tmp_path / "model.gguf")
-    with pytest.raises(ValueError, match="model.gguf is no regular file"):
+    with pytest.raises(ValueError, match=r"model\.gguf is no regular file"):
         GGUFFile(tmp_path / "model.gguf")
 
 
