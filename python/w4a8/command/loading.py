@@ -44,6 +44,7 @@ _ROUNDING = (
     ("--effort", "effort", {"type": int, "choices": (0, 1, 2), "help": "of the search for good scales (2)"}),
     ("--skip", "skip", {"action": "append", "metavar": "NAME", "help": "a module to leave float, or re:PATTERN"}),
 )
+_NO_CODE = {"trust_remote_code": False}  # without it transformers asks the user
 # Arguments of ``load`` when no option is given.
 DEFAULTS = argparse.Namespace(activation_group=None, **{field: None for _, field, _ in _ROUNDING})
 
@@ -141,11 +142,12 @@ def load(
         options["quantization_config"] = config
     try:
         loader = transformers.AutoModelForCausalLM if is_gguf(path) else _class_of(transformers, folder)
-        model, info = loader.from_pretrained(folder, output_loading_info=True, **options)
-    except (ValueError, OSError, ImportError, RuntimeError):  # their messages say what is wrong
-        raise
+        model, info = loader.from_pretrained(folder, output_loading_info=True, **_NO_CODE, **options)
+    except (ValueError, OSError, ImportError, RuntimeError) as error:  # their messages say what is wrong
+        raise _without_code(error, path) from error
     except Exception as error:
         raise ValueError(f"transformers cannot load {path}: {type(error).__name__}: {error}") from error
+    vars(model.config).pop("auto_map", None)  # the class is transformers' own
     missing = sorted(info["missing_keys"])
     if missing:
         raise ValueError(f"{path} has no tensor for {', '.join(missing[:3])}{', ...' if missing[3:] else ''}")
@@ -167,6 +169,16 @@ def load(
     return model, report
 
 
+def _without_code(error: Exception, path: Path) -> Exception:
+    """The error of transformers; if it asks to trust code, an error that says what to do."""
+    if "trust_remote_code" not in str(error):
+        return error
+    return ValueError(
+        f"{path} is of code of its own (auto_map), which w4a8 does not run. If you trust the code: in Python "
+        "from_pretrained(..., trust_remote_code=True, quantization_config=W4A8Config())"
+    )
+
+
 def _check_counts(folder: Path, headers: Mapping[str, Header] | None) -> None:
     """Compares counts in config.json with the safetensors files, before transformers makes lists of so many."""
     if headers is None:
@@ -182,7 +194,7 @@ def _tensors(model: Any) -> list[tuple[str, Any]]:
 
 def _class_of(transformers: Any, folder: Path) -> Any:
     """AutoModelForCausalLM, or, for a config unknown to it (models that see images), the class in config.json."""
-    auto, config = transformers.AutoModelForCausalLM, transformers.AutoConfig.from_pretrained(folder)
+    auto, config = transformers.AutoModelForCausalLM, transformers.AutoConfig.from_pretrained(folder, **_NO_CODE)
     named = getattr(transformers, (config.architectures or [""])[0], None)
     is_model = isinstance(named, type) and issubclass(named, transformers.PreTrainedModel)
     return named if is_model and type(config) not in auto._model_mapping else auto
@@ -204,10 +216,10 @@ def tokenizer_of(path: Path) -> Any:
     transformers = import_transformers()
     try:
         if keys is None:
-            return transformers.AutoTokenizer.from_pretrained(path)
+            return transformers.AutoTokenizer.from_pretrained(path, **_NO_CODE)
         from w4a8.integrations.transformers.gguf_tokenizer import tokenizer_of as of_gguf
 
         return of_gguf(path, keys)
     except Exception as error:  # transformers raises many classes
-        reason = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {_without_code(error, path)}"
         raise ValueError(f"transformers cannot make the tokenizer of {path} ({reason})") from error

@@ -106,7 +106,7 @@ def _foreign_code(folder: Path) -> list[str]:
         for value in stated.values() if isinstance(stated, dict) else [stated]:
             for each in value if isinstance(value, list) else [value]:
                 module = each.rpartition(".")[0] if isinstance(each, str) else ""
-                if each is not None and (not module.isidentifier() or not (folder / f"{module}.py").is_file()):
+                if each is not None and not module.isidentifier():
                     problems.append(f"{folder / name}: auto_map names {shorten(each)}, which is no code in {folder}")
     return problems
 

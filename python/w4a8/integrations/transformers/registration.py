@@ -8,6 +8,7 @@ from functools import wraps
 from typing import Any
 
 import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.quantizers import register_quantization_config, register_quantizer
 from transformers.quantizers.auto import AutoHfQuantizer
 
@@ -19,6 +20,8 @@ from w4a8.integrations.transformers.quantizer import W4A8HfQuantizer
 
 logger = logging.getLogger(__name__)
 
+# Types of models that transformers does not know, by the type with the same classes.
+ALIASES = {"kimi_k2": "deepseek_v3"}
 # Arguments of merge_quantization_configs: of the checkpoint, and of from_pretrained.
 MERGED = ("quantization_config", "quantization_config_from_args")
 
@@ -27,6 +30,9 @@ def register() -> None:
     """Once per process."""
     register_quantization_config(METHOD)(W4A8Config)
     register_quantizer(METHOD)(W4A8HfQuantizer)
+    for name, same in ALIASES.items():
+        if name not in CONFIG_MAPPING:
+            CONFIG_MAPPING.register(name, _alias(CONFIG_MAPPING[same]))
     # There is nothing to register this with.
     merge = AutoHfQuantizer.merge_quantization_configs
     AutoHfQuantizer.merge_quantization_configs = staticmethod(merge_prequantized(merge))
@@ -40,6 +46,16 @@ def register() -> None:
         logger.info("attention is left to transformers %s: %s", transformers.__version__, "; ".join(problems))
     else:
         register_attention()
+
+
+def _alias(known: Any) -> Any:
+    """A class whose ``from_dict`` makes configs of a known class, without the code that the checkpoint names."""
+
+    def from_dict(_: Any, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        fields = {key: value for key, value in config_dict.items() if key != "auto_map"}
+        return known.from_dict({**fields, "model_type": known.model_type}, **kwargs)
+
+    return type(known.__name__, (known,), {"from_dict": classmethod(from_dict), "__module__": known.__module__})
 
 
 def merge_prequantized(merge: Callable[..., Any]) -> Callable[..., Any]:
