@@ -123,6 +123,9 @@ def test_output_layer(name, kind):
     assert_same_bits(output(x), kind(matrix.pack(), K, N, matrix.group)(x))
     both = copy.deepcopy(torch.nn.ModuleList((module, output)))
     assert both[1].packed is both[0].rows_packed
+    for assign in (False, True):
+        module.load_state_dict(embedding(matrix).state_dict(), assign=assign)
+        assert output.packed is module.rows_packed
 
 
 def test_state_dict():

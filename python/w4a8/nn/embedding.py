@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -59,6 +60,7 @@ class PackedEmbedding(PackedModule):
         self.dtype, self.scale = dtype, scale
         self.check_packed("rows_packed", rows_packed)
         self.register_buffer("rows_packed", rows_packed)
+        self._outputs: list[PackedLinear] = []  # that share the bytes; in a list they are no children
 
     def packed_shapes(self) -> dict[str, dict[str, int | str]]:
         """The required fields of the header."""
@@ -81,7 +83,13 @@ class PackedEmbedding(PackedModule):
         layer = W8A8Linear if is_int8 else W4A8Linear
         output = layer(self.rows_packed, self.embedding_dim, self.num_embeddings, self.group_size)
         output.register_buffer("packed", self.rows_packed, persistent=False)
+        self._outputs.append(output)
         return output
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        for output in self._outputs:
+            output.packed = self.rows_packed
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: object, **kwargs: object) -> PackedEmbedding:
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype

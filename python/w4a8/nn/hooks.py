@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import Any
 
 import torch
+from torch.nn.modules import module as of_all_modules
 
 from w4a8.nn.output_layer import own_strides
 
-OF_FORWARD = ("_forward_hooks", "_forward_pre_hooks")
+_OF_FORWARD = ("_forward_hooks", "_forward_pre_hooks")
 _ALL = (
-    *OF_FORWARD,
+    *_OF_FORWARD,
     "_backward_hooks",
     "_backward_pre_hooks",
     "_state_dict_hooks",
@@ -18,11 +19,26 @@ _ALL = (
     "_load_state_dict_pre_hooks",
     "_load_state_dict_post_hooks",
 )
+# transformers leaves hooks here after the first call for hidden states. They do nothing in other calls.
+_RECORDS_OUTPUTS = "transformers.utils.output_capturing"
 
 
-def has_hooks(module: torch.nn.Module, kinds: Iterable[str] = _ALL) -> bool:
-    """Whether this very module has a hook of these kinds that is not this package's."""
-    return any(hook is not own_strides for kind in kinds for hook in (getattr(module, kind, None) or {}).values())
+def _hooks(module: torch.nn.Module, kinds: tuple[str, ...]) -> list[Any]:
+    """The hooks of this very module that are not this package's."""
+    found = [hook for kind in kinds for hook in (getattr(module, kind, None) or {}).values()]
+    return [hook for hook in found if hook is not own_strides]
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Whether this very module has a hook that is not this package's."""
+    return bool(_hooks(module, _ALL))
+
+
+def computes_more(module: torch.nn.Module) -> bool:
+    """Whether a hook, or a forward put into this very module, may change what the module computes."""
+    if of_all_modules._global_forward_hooks or of_all_modules._global_forward_pre_hooks or has_own_forward(module):
+        return True
+    return any(getattr(hook, "__module__", None) != _RECORDS_OUTPUTS for hook in _hooks(module, _OF_FORWARD))
 
 
 def has_own_forward(module: torch.nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,8 +11,9 @@ from w4a8.checkpoint.settings import router_in_config
 from w4a8.core.families import FAMILIES
 from w4a8.decoder import Decoder
 from w4a8.nn.experts import W4A8Experts
-from w4a8.nn.hooks import OF_FORWARD, has_hooks, has_own_forward
+from w4a8.nn.hooks import computes_more
 from w4a8.nn.packed import PackedLinear
+from w4a8.nn.watch import Watch
 from w4a8.ops import Activation
 
 _ACTIVATIONS = {
@@ -27,6 +29,17 @@ class NotFusedError(ValueError):
     """Why a model stays as it is."""
 
 
+Place = tuple[torch.nn.Module, str, torch.nn.Module]  # parent, name, module
+
+
+def _places(parent: torch.nn.Module, without: torch.nn.Module | None) -> Iterator[Place]:
+    """All modules below a module, but for one and those below that one."""
+    for name, module in parent.named_children():
+        if module is not without:
+            yield parent, name, module
+            yield from _places(module, without)
+
+
 def _require(condition: object, reason: str) -> None:
     if not condition:
         raise NotFusedError(reason)
@@ -40,23 +53,35 @@ class Stack:
         kind: of the cache.
 
     Raises:
-        NotFusedError: a part of the model is not known here; names the part.
+        NotFusedError: a part of the model is not known here, or has a hook; names the part.
     """
 
     def __init__(self, model: Any, kind: str) -> None:
+        try:
+            self._read(model, kind)
+        except (ValueError, RuntimeError, AttributeError) as error:
+            if isinstance(error, NotFusedError):
+                raise
+            raise NotFusedError(f"{type(model).__name__} is not as expected: {error}") from error
+
+    def _read(self, model: Any, kind: str) -> None:
         config = model.config.get_text_config(decoder=True)
         _require(config.model_type in FAMILIES, f"models of type {config.model_type} are not known")
         self.family, self.config, self.kind = FAMILIES[config.model_type], config, kind
         _require(not self.family.is_latent, "latent attention")
         for name in self.family.refuses:
             _require(not getattr(config, name, None), f"config.{name} is set")
-        self.used: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []  # parent, name, module
-        inner = self._part(model, "model")
+        inner, head = self._part(model, "model"), self._part(model, "lm_head")
+        # The embeddings are called as ever.
+        self.places = [(model, "model", inner), (model, "lm_head", head), *_places(head, None)]
+        self.places += _places(inner, model.get_input_embeddings())
+        self.watch = Watch(model, [module for _, _, module in self.places])
+        reason = self.changed()
+        _require(reason is None, reason)
         self.rotary = self._part(inner, "rotary_emb")
         layers = list(self._part(inner, "layers"))[: config.num_hidden_layers]
         norm = self._part(inner, "norm")
         self.eps = float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0)))
-        head = self._part(model, "lm_head")
         packed = isinstance(head, PackedLinear)
         self.head = None if packed else head
         self.decoder = Decoder(
@@ -78,7 +103,6 @@ class Stack:
     def _part(self, parent: Any, name: str) -> Any:
         module = getattr(parent, name, None)
         _require(isinstance(module, torch.nn.Module), f"{type(parent).__name__} has no {name}")
-        self.used.append((parent, name, module))
         return module
 
     def _packed(self, parent: Any, name: str) -> torch.Tensor:
@@ -144,10 +168,10 @@ class Stack:
 
     def changed(self) -> str | None:
         """The first module of the model that was replaced or got a hook, or None."""
-        for parent, name, module in self.used:
-            if getattr(parent, name) is not module:
+        for parent, name, module in self.places:
+            if getattr(parent, name, None) is not module:
                 return f"{name} of {type(parent).__name__} was replaced"
-            if has_hooks(module, OF_FORWARD) or has_own_forward(module):
+            if computes_more(module):
                 return f"{name} of {type(parent).__name__} has a hook"
         return None
 

@@ -29,7 +29,8 @@ class _Forward(Guard):
 
     def __init__(self, model: torch.nn.Module, kind: str, stack: Stack | None = None) -> None:
         super().__init__(model)
-        self.kind, self._stack = kind, stack
+        self.kind = kind
+        self.stack = stack  # the layers as a Decoder; None: a copy of the model, which makes its own at the first call
         self._generating = threading.local()
 
     @property
@@ -41,12 +42,25 @@ class _Forward(Guard):
     def threads(self, threads: StepThreads | None) -> None:
         self._generating.threads = threads
 
-    @property
-    def stack(self) -> Stack:
-        """The layers as a Decoder. A copy of the model makes its own at the first call."""
-        if self._stack is None:
-            self._stack = Stack(self._module(), self.kind)
-        return self._stack
+    def _update(self, begins: bool) -> str | None:
+        """Makes the Decoder anew if weights have changed. Why the layers cannot run in one call now, or None.
+
+        ``begins``: before the first step of a text, looks for changes that torch does not count as well.
+        """
+        stack = self.stack
+        if stack is not None and stack.watch.same_modules() and stack.watch.same_weights(begins):
+            return None
+        reason = None if stack is None else stack.changed()
+        if reason is not None:
+            return reason
+        if stack is not None and stack.watch.same_weights(begins):
+            stack.watch.keep_modules()
+            return None
+        try:
+            self.stack = Stack(self._module(), self.kind)
+        except NotFusedError as error:
+            return str(error)
+        return None
 
     def __reduce__(self) -> tuple[type, tuple[Any, str]]:
         return type(self), (self._module(), self.kind)
@@ -66,8 +80,8 @@ class _Forward(Guard):
     ) -> Any:
         model = self._module()
         reason = self._reason(model, attention_mask, past_key_values, labels, kwargs)
-        if reason is None and past_key_values.get_seq_length() == 0:
-            reason = self.stack.changed()
+        if reason is None:
+            reason = self._update(past_key_values.get_seq_length() == 0)
         if reason is not None:
             logger.warning_once(f"the layers do not run in one call: {reason}")
             if self.threads is not None:
@@ -97,7 +111,7 @@ class _Forward(Guard):
         for name, value in kwargs.items():
             if name not in _HARMLESS and value is not None and value is not False:
                 return f"{name} is given"
-        config = self.stack.config
+        config = model.config.get_text_config(decoder=True)
         if getattr(config, "output_hidden_states", False) or getattr(config, "output_attentions", False):
             return "hidden states or attentions are asked for"
         return None
@@ -159,8 +173,8 @@ def fuse(model: Any, kind: str = "int8") -> Callable[[], None]:
     """Lets a model's layers run in one call, the operator ``decoder_step``, if possible.
 
     ``generate`` uses a W4A8Cache (:func:`fast_attention`). A call with gradients, with another cache, or for hidden
-    states or attentions runs the model's own layers, with one warning. At the beginning of a text the model is checked
-    for replaced modules and hooks.
+    states or attentions runs the model's own layers, with one warning. So does each call while a module is replaced or
+    has a hook, also in the middle of a text. Weights that have changed are read again.
 
     Args:
         model: with ``generate``, on a CPU; all linear layers of its decoder are packed.
@@ -170,17 +184,16 @@ def fuse(model: Any, kind: str = "int8") -> Callable[[], None]:
         A function that undoes the change.
 
     Raises:
-        ValueError: a part of the model is not known; or as fast_attention.
+        ValueError: a part of the model is not known, or has a hook; or as fast_attention.
     """
     undo_attention = fast_attention(model, kind)
     move_together(part.packed for part in model.modules() if isinstance(part, PackedLinear))
     try:
         forward = _Forward(model, kind, Stack(model, kind))
-    except (ValueError, RuntimeError, AttributeError) as error:
-        undo_attention()
-        if isinstance(error, NotFusedError):
-            raise
-        raise NotFusedError(f"{type(model).__name__} is not as expected: {error}") from error
+    except NotFusedError:
+        if not isinstance(vars(model).get("forward"), _Forward):  # from before
+            undo_attention()
+        raise
     model.forward, model.generate = forward, _Generate(model)
 
     def undo() -> None:
