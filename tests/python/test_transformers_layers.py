@@ -17,7 +17,8 @@ from w4a8.quantization.skip import NOT_LOADED
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 
-from safetensors.torch import save_file  # noqa: E402
+from safetensors import safe_open  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 
 from w4a8.integrations.transformers import W4A8Config  # noqa: E402
 
@@ -267,3 +268,101 @@ def test_lora(while_loading, tmp_path):
     assert_same_bits(logits(model), want)
     with pytest.raises(ValueError, match="an option of LoraConfig reads the weight of a layer, which is packed"):
         peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], use_dora=True))
+
+
+QWEN3_MOE = {
+    **LLAMA, "num_key_value_heads": 2, "head_dim": 32, "moe_intermediate_size": 64, "num_experts": 4,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+EXPERTS = r"model\.layers\.0\.mlp\.experts, whose weights are packed"
+
+
+def write_adapter(directory, name, sizes, more=(), **options):
+    """Of PEFT, with further tensors; and the float model."""
+    peft = pytest.importorskip("peft")
+    model = make(name, sizes)
+    adapted = peft.get_peft_model(
+        copy.deepcopy(model), peft.LoraConfig(**{"target_modules": ["q_proj"], "init_lora_weights": False, **options})
+    )
+    adapted.save_pretrained(directory)
+    if more:
+        file = directory / "adapter_model.safetensors"
+        save_file({**load_file(file), **dict(more)}, file)
+    return model
+
+
+def loaders(model, directory):
+    """By PEFT, and by transformers."""
+    import peft
+
+    import w4a8.integrations.peft  # noqa: F401
+
+    return (
+        lambda: peft.PeftModel.from_pretrained(copy.deepcopy(model), directory),
+        lambda: copy.deepcopy(model).load_adapter(directory),
+    )
+
+
+def test_lora_on_packed_experts(tmp_path):
+    """PEFT drops pairs for parameters that are not there: refused by name."""
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = write_adapter(tmp_path, "Qwen3MoeForCausalLM", QWEN3_MOE, target_parameters=parameters)
+    w4a8.quantize_(model)
+    for load in loaders(model, tmp_path):
+        with pytest.raises(ValueError, match=rf"'mlp\.experts\.\w+' of target_parameters is for {EXPERTS}"):
+            load()
+
+
+def test_lora_on_experts_by_the_names_of_transformers_4(tmp_path):
+    shapes = {"gate_proj": (64, 64), "up_proj": (64, 64), "down_proj": (64, 64)}  # in, out
+    pairs = {
+        f"base_model.model.model.layers.{layer}.mlp.experts.{expert}.{name}.lora_{which}.weight": tensor
+        for layer in range(2)
+        for expert in range(4)
+        for name, (columns, rows) in shapes.items()
+        for which, tensor in (("A", torch.randn(8, columns)), ("B", torch.randn(rows, 8)))
+    }
+    model = write_adapter(tmp_path, "Qwen3MoeForCausalLM", QWEN3_MOE, pairs)
+    settings = tmp_path / "adapter_config.json"
+    targets = {"target_modules": ["q_proj", *shapes]}
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | targets))
+    w4a8.quantize_(model)
+    for load in loaders(model, tmp_path):
+        with pytest.raises(ValueError, match=rf"tensor '\S+experts\S+lora_A\S+' of the adapter is for \S*{EXPERTS}"):
+            load()
+
+
+def test_an_adapter_with_a_tensor_too_many(tmp_path):
+    other = {"base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight": torch.ones(8, 64)}
+    model = write_adapter(tmp_path, "LlamaForCausalLM", LLAMA, other)
+    w4a8.quantize_(model)
+    for load in loaders(model, tmp_path):
+        with pytest.raises(ValueError, match=r"no place for tensor '\S*layers\.7\.self_attn\.q_proj\.lora_A\S*'"):
+            load()
+
+
+def test_modules_of_an_adapter(tmp_path):
+    """In place of floats they are used, in place of packed layers refused."""
+    model = write_adapter(tmp_path, "LlamaForCausalLM", LLAMA, modules_to_save=["lm_head"])
+    with safe_open(tmp_path / "adapter_model.safetensors", "pt") as file:
+        head = file.get_tensor("base_model.model.lm_head.weight")
+    packed = copy.deepcopy(model)
+    w4a8.quantize_(model)
+    by_peft, _ = loaders(model, tmp_path)
+    assert_same_bits(by_peft().base_model.model.lm_head.modules_to_save["default"].weight, head)
+    w4a8.quantize_(packed, default_skip=False)
+    for load in loaders(packed, tmp_path):
+        with pytest.raises(ValueError, match="'lm_head' of modules_to_save is for lm_head, whose weights are packed"):
+            load()
+
+
+def test_modules_of_an_adapter_of_packed_embeddings(tmp_path):
+    gguf_models = pytest.importorskip("gguf_models", exc_type=ImportError)
+    peft = pytest.importorskip("peft")
+    import w4a8.integrations.peft  # noqa: F401
+
+    gguf_models.TinyModel("llama, tied").write(tmp_path)
+    for name, path in (("lm_head", "lm_head"), ("embed_tokens", "model.embed_tokens"), ("mlp", "model.layers.0.mlp")):
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf")
+        with pytest.raises(ValueError, match=f"'{name}' of modules_to_save is for {path}, whose weights are packed"):
+            peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=[name]))
