@@ -177,19 +177,23 @@ class _Op(ConversionOps):
 
 
 class Give(_Op):
-    """Gives a parameter to the collector; transformers sets nothing."""
+    """Gives parameters to the collector; transformers sets those that the collector does not take."""
 
     def convert(
         self, input_dict: dict[str, Any], full_layer_name: str, missing_keys: set[str] | None = None, **_: Any
     ) -> dict[str, torch.Tensor]:
-        """One parameter; ``input_dict`` may wrap it into a list."""
-        (value,) = input_dict.values()
-        if isinstance(value, list) and len(value) == 1:
-            value = value[0]
-        if missing_keys is not None:
-            missing_keys.discard(full_layer_name)
-        self.collector.give(full_layer_name, value)
-        return {}
+        """One parameter, which ``input_dict`` may wrap into a list; or those into which one tensor was split."""
+        others = {}
+        for name, value in input_dict.items() if len(input_dict) > 1 else [(full_layer_name, *input_dict.values())]:
+            if isinstance(value, list) and len(value) == 1:
+                value = value[0]
+            if name not in self.collector.pending:
+                others[name] = value
+                continue
+            if missing_keys is not None:
+                missing_keys.discard(name)
+            self.collector.give(name, value)
+        return others
 
 
 class Unstacked(_Op):

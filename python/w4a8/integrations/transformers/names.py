@@ -19,6 +19,15 @@ from w4a8.quantization.moe_blocks import fused_experts
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them
 
 
+def split_into(name: str, converters: Iterable[WeightConverter]) -> list[str]:
+    """All parameters that transformers makes of a tensor whose first parameter is ``name``."""
+    for converter in converters:
+        first, *others = converter.target_patterns
+        if others and first in name:
+            return [name, *(name.replace(first, other, 1) for other in others)]
+    return [name]
+
+
 class Names:
     """transformers' mapping of names in files to names in the model."""
 
@@ -33,6 +42,11 @@ class Names:
     def renamed(self, key: str) -> str:
         """transformers' name of a tensor of a float checkpoint, even if the model lacks it."""
         return rename_source_key(key, self.renamings, self.converters, self.prefix, self.parameters)[0]
+
+    def all_renamed(self, key: str) -> list[str]:
+        """As :meth:`renamed`, and the other parameters if the tensor is split."""
+        name, pattern = rename_source_key(key, self.renamings, self.converters, self.prefix, self.parameters)
+        return split_into(name, [each for each in self.converters if pattern in each.source_patterns])
 
     def casts(self, key: str) -> bool:
         """Whether a tensor goes to a parameter of floats: transformers would cast codes to floats."""

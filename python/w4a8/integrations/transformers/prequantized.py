@@ -263,7 +263,7 @@ class PrequantizedModules(ModulesApart):
                 raise ValueError(problem)
             self.unread.setdefault(ours.pop(), problem)
         model._keys_to_ignore_on_load_unexpected = {rf"^(?!(?:{'|'.join(theirs)})$)"}
-        return set(renamed.values())
+        return {name for key in renamed for name in names.all_renamed(key)}
 
     def _is_quantized(self, name: str) -> bool:
         parts = self.tensors[name]
@@ -281,6 +281,9 @@ class PrequantizedModules(ModulesApart):
                 parameter = None  # whether rows alternate is not known
         if parameter is None:
             return False
+        parts = names.all_renamed(f"{name}.weight")
+        if len(parts) > 1:
+            raise ValueError(f"{name} is quantized, but {type(model).__name__} makes {' and '.join(parts)} of it")
         path, _, leaf = parameter.rpartition(".")
         reader = reader_of(model, path)
         if reader is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.core_model_loading import revert_weight_conversion
+from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 from transformers.quantizers import HfQuantizer
 
 from w4a8.core.memory import fresh_bytes, keeps_files_mapped
@@ -19,7 +19,7 @@ from w4a8.integrations.transformers.collect import Collector, Give, unstacked
 from w4a8.integrations.transformers.config import W4A8Config
 from w4a8.integrations.transformers.fused import fuse
 from w4a8.integrations.transformers.guard import inference_only, refuse_device
-from w4a8.integrations.transformers.names import check_files, check_inside, refuse_codes
+from w4a8.integrations.transformers.names import check_files, check_inside, refuse_codes, split_into
 from w4a8.integrations.transformers.packed import build_packed
 from w4a8.integrations.transformers.prequantized import PrequantizedModules
 from w4a8.integrations.transformers.tied import let_go, share
@@ -44,6 +44,7 @@ class W4A8HfQuantizer(HfQuantizer):
         self._collector: Collector | None = None
         self._modules: PrequantizedModules | None = None
         self._tied: dict[str, str] = {}  # packed embedding: output layer
+        self._splitting: list[WeightConverter] = []
         self._originals: dict[int, Any] = {}  # by id of a converter: transformers' converter that it replaces
 
     # What the model can do.
@@ -110,6 +111,7 @@ class W4A8HfQuantizer(HfQuantizer):
         """Lets experts be quantized one by one, without stacking them first. (5.19 gives no model.)"""
         if self._collector is None:
             return weight_conversions
+        self._splitting = [each for each in weight_conversions if isinstance(each, WeightConverter)]
         updated = []
         for conversion in weight_conversions:
             other = unstacked(conversion, self._collector)
@@ -121,8 +123,10 @@ class W4A8HfQuantizer(HfQuantizer):
     # While loading.
 
     def param_needs_quantization(self, model: Any, param_name: str, **_: Any) -> bool:
-        """Whether a parameter goes to the collector."""
-        return self._collector is not None and param_name in self._collector.pending
+        """Whether a parameter goes to the collector, or another one that is made of the same tensor."""
+        if self._collector is None:
+            return False
+        return any(name in self._collector.pending for name in split_into(param_name, self._splitting))
 
     def get_quantize_ops(self) -> Give:
         """The operation that takes a parameter to quantize."""
@@ -134,13 +138,14 @@ class W4A8HfQuantizer(HfQuantizer):
         if self._collector is not None:
             self.report = self._collector.finish(model)
             self._collector = None
-            # save_pretrained reverses them, and knows transformers' own.
-            used = getattr(model, "_weight_conversions", None) or []
-            model._weight_conversions = [self._originals.get(id(conversion), conversion) for conversion in used]
-            self._originals.clear()
         if self._modules is not None:
             self.report = self._modules.finish(model)
             self._modules = None
+        # save_pretrained reverses them, and knows transformers' own. It would join packed tensors of split ones.
+        used = getattr(model, "_weight_conversions", None) or []
+        used = [each for each in used if not isinstance(each, WeightConverter) or len(each.target_patterns) == 1]
+        model._weight_conversions = [self._originals.get(id(conversion), conversion) for conversion in used]
+        self._originals.clear()
         if self.report is not None and guard.device == "cpu":
             logger.info("%s", self.report)
             if self.report.left_share > 0.5:
