@@ -103,6 +103,22 @@ def test_options_of_floats(options, tmp_path):
     check(load(tmp_path / "theirs", W4A8Config(**options)), want)
 
 
+@pytest.mark.parametrize("codes", [True, False])
+def test_what_inspect_advises_for_vllm(codes, tmp_path, capsys):
+    """The option rounds 8-bit floats alone; beside codes vLLM runs them without it."""
+    write(tmp_path, "Qwen2", "compressed, channel")
+    path = tmp_path / "theirs" / "config.json"
+    config = json.loads(path.read_text())
+    if codes:
+        group = {"targets": ["re:none"], "weights": {"num_bits": 4, "type": "int", "strategy": "channel"}}
+        config["quantization_config"]["config_groups"]["group_1"] = {**group, "format": "pack-quantized"}
+        path.write_text(json.dumps(config))
+    assert main(["inspect", str(tmp_path / "theirs"), "--json", "--memory-speed", "1"]) == 0
+    advice = json.loads(capsys.readouterr().out)["not_in_vllm"]
+    unless = "floats stay floats there, unless --quantization w4a8 rounds them"
+    assert advice == ("its 8-bit floats are vLLM's own there; leave --quantization w4a8 out" if codes else unless)
+
+
 def test_modules_to_leave_alone(tmp_path):
     """A linear layer, and experts: the numbers, in the type of the model."""
     skip = ["model.layers.0.self_attn.o_proj", "model.layers.1.mlp.experts"]

@@ -132,6 +132,18 @@ def test_what_is_packed_is_known():
         assert override(config, asked) is None
 
 
+def test_codes_beside_8_bit_floats_are_refused():
+    """With the option, which they run right without: their codes would be taken for floats."""
+    floats = {"weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}
+    for codes in ({"type": "int", "num_bits": 4}, {"type": "float", "num_bits": 4}):
+        mixed = {"quant_method": "compressed-tensors", "config_groups": {"a": floats, "b": {"weights": codes}}}
+        with pytest.raises(ValueError, match="codes beside its 8-bit floats: leave --quantization w4a8 out"):
+            W4A8MethodConfig.override_quantization_method(mixed, "w4a8")
+        assert W4A8MethodConfig.override_quantization_method(mixed, None) is None
+    alone = {"quant_method": "compressed-tensors", "config_groups": {"a": floats, "b": floats, "c": {"weights": None}}}
+    assert W4A8MethodConfig.override_quantization_method(alone, "w4a8") == "w4a8"
+
+
 def test_a_linear_layer_is_packed_when_its_last_part_has_come(rank):  # noqa: F811
     """And its floats are let go."""
     layer = QKVParallelLinear(HIDDEN, 32, 4, 2, bias=False, quant_config=W4A8MethodConfig(), prefix=NAME)

@@ -36,6 +36,7 @@ from w4a8.command.model import HELP, find, hub_name
 from w4a8.command.report import add_json, labelled, number, show
 from w4a8.core.json_fields import json_field, read_json
 from w4a8.core.words import counted, gigabytes
+from w4a8.formats.float8 import is_mixed
 from w4a8.formats.packed_directory import METHOD, is_packed
 from w4a8.formats.rules import config_in
 
@@ -141,7 +142,9 @@ def _folder(name: str, path: Path) -> tuple[dict[str, Any], list[Layer], int | N
     model, report = _loaded(path, headers)
     layers = list(of_packed(headers)) if packed else of_model(model, report)
     answer["not_in_vllm"] = packed_not_in_vllm(layers) if packed else joined_not_in_vllm(layers)
-    if loading.is_rounded(path):
+    if source is not None and is_mixed(source):
+        answer["not_in_vllm"] = "its 8-bit floats are vLLM's own there; leave --quantization w4a8 out"
+    elif loading.is_rounded(path):
         answer["not_in_vllm"] = "floats stay floats there, unless --quantization w4a8 rounds them"
     top_k = next((text[key] for key in _TOP_K if isinstance(text.get(key), int)), None)
     return answer, layers, top_k

@@ -117,13 +117,24 @@ def _is_float8(weights: Any) -> bool:
     return isinstance(weights, Mapping) and weights.get("type") == "float" and weights.get("num_bits") == 8
 
 
-def has_float8(config: Mapping[str, Any]) -> bool:
-    """Whether a quantization_config says that matrices are float8_e4m3fn."""
+def _are_float8(config: Mapping[str, Any]) -> set[bool]:
+    """Of the groups of a quantization_config: whether their matrices are float8_e4m3fn."""
     if method_of(config) != _COMPRESSED:
-        return str(config.get("quant_method")).lower() == METHOD
+        return {str(config.get("quant_method")).lower() == METHOD}
     groups = config.get("config_groups")
     groups = groups.values() if isinstance(groups, Mapping) else ()
-    return any(_is_float8(group.get("weights")) for group in groups if isinstance(group, Mapping))
+    weights = [group.get("weights") for group in groups if isinstance(group, Mapping)]
+    return {_is_float8(each) for each in weights if each is not None}
+
+
+def has_float8(config: Mapping[str, Any]) -> bool:
+    """Whether a quantization_config says that matrices are float8_e4m3fn."""
+    return True in _are_float8(config)
+
+
+def is_mixed(config: Mapping[str, Any]) -> bool:
+    """Whether matrices are float8_e4m3fn and others are of another kind."""
+    return len(_are_float8(config)) == 2
 
 
 def rules_with_float8(config: Mapping[str, Any]) -> Rules:

@@ -70,7 +70,9 @@ def test_a_known_class_with_code(k2, tmp_path, capsys):
 def test_an_unknown_class(command, k2, tmp_path, capsys):
     change(k2, model_type="kimi_k99")
     assert main([command, str(k2), *([str(tmp_path / "out")] if command == "pack" else [])]) == 1
-    said = "is of code of its own (auto_map), which w4a8 does not run. If you trust the code: in Python from_pretrained("
+    said = (
+        "is of code of its own (auto_map), which w4a8 does not run. If you trust the code: in Python from_pretrained("
+    )
     assert f"w4a8: {k2} {said}" in capsys.readouterr().err
 
 

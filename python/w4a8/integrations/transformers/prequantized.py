@@ -341,6 +341,7 @@ class PrequantizedModules(ModulesApart):
             name = matrices["weight"][0][0]
             weight, bias = self._floats(name, old.weight.shape, pages)
             bias = _checked_bias(bias, getattr(old, "bias", None) is not None, name)
+            bias = None if bias is None else bias.to(weight.device)  # within a dry run its values were looked at
             new = old if options is None else torch.nn.Linear(1, 1, bias is not None, device="meta")
             for leaf, tensor in (("weight", weight), ("bias", bias)):
                 if tensor is not None:

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from w4a8.core.float8 import E4M3
 from w4a8.core.matrix import Matrix
 from w4a8.formats import LeftOut, Scheme
-from w4a8.formats.float8 import Float8Scheme, has_float8, rules_with_float8
+from w4a8.formats.float8 import Float8Scheme, has_float8, is_mixed, rules_with_float8
 from w4a8.formats.format import Format, Part
 from w4a8.formats.matrix import FLOAT_TYPES, Tensors, take, take_bias
 from w4a8.formats.packed_directory import METHOD
@@ -126,8 +126,19 @@ class W4A8FloatsConfig(RunsLayersHere, QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: Mapping[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> str | None:
-        """Takes FP8 checkpoints where the user asks for it (upstream's contract)."""
-        return METHOD if user_quant == METHOD and has_float8(hf_quant_cfg) else None
+        """Takes FP8 checkpoints where the user asks for it (upstream's contract).
+
+        Raises:
+            ValueError: other matrices of the checkpoint are codes, which would not be read.
+        """
+        if user_quant != METHOD or not has_float8(hf_quant_cfg):
+            return None
+        if is_mixed(hf_quant_cfg):
+            raise ValueError(
+                "w4a8: the checkpoint has codes beside its 8-bit floats: leave --quantization w4a8 out. The codes run "
+                "here then, and the floats in vLLM"
+            )
+        return METHOD
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         """Each type that the operators have."""
