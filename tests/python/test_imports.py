@@ -93,6 +93,13 @@ def test_core_knows_no_user(graph):
             assert not [other for other in imported if other.startswith(users)], name
 
 
+def test_modules_know_no_files(graph):
+    """A reader gives a Matrix, and a layer is made of one."""
+    for name, imported in graph.items():
+        if name.startswith("w4a8.nn"):
+            assert not [other for other in imported if other.startswith(("w4a8.formats", "w4a8.checkpoint"))], name
+
+
 def test_nothing_imports_the_mirror_of_vllm(graph):
     for name, imported in graph.items():
         if not name.startswith(MIRROR):

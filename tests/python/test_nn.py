@@ -92,54 +92,6 @@ def test_from_float_zeros_and_errors():
         W4A8Linear.from_float(linear)
 
 
-@pytest.mark.parametrize("k", [64, 38])
-@pytest.mark.parametrize("scale_dtype", DTYPES, ids=str)
-def test_from_compressed_tensors(scale_dtype, k):
-    groups = 2 if k == 64 else 1
-    values = torch.randint(-8, 8, (5, k), dtype=torch.int8)
-    scales = (torch.rand(5, groups) / 10).to(scale_dtype)
-    padded = torch.nn.functional.pad(values, (0, -k % 8)).reshape(5, -1, 8).to(torch.int64) + 8
-    words = (padded << torch.arange(0, 32, 4)).sum(-1)
-    words = torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
-    bias = torch.randn(5)
-    from_words = W4A8Linear.from_compressed_tensors(words, scales, torch.tensor([5, k]), bias, activation_group=-1)
-    from_int8 = W4A8Linear.from_compressed_tensors(values, scales, bias=bias)
-    assert_same_bits(from_words.packed, from_int8.packed)
-    got, got_scales, got_bias = unpacked(from_int8)
-    assert torch.equal(got, values.double())
-    assert torch.equal(got_scales, scales.double().repeat_interleave(k // groups, 1))
-    assert torch.equal(got_bias, bias)
-
-
-def test_compressed_tensors_errors():
-    words, scales, call = torch.zeros(5, 8, dtype=torch.int32), torch.ones(5, 2), W4A8Linear.from_compressed_tensors
-    for arguments, message in [
-        ((words.float(), scales), r"weight is torch.float32 \[5, 8\], expected int32 or int8 with 2 dimensions"),
-        ((words, scales, (5, 56)), r"weight is \[5, 8\], but weight_shape says \[5, 56\]"),
-        ((words, scales, (6, 64)), r"weight is \[5, 8\], but weight_shape says \[6, 64\]"),
-        ((words, torch.ones(4, 2)), r"weight_scale is \[4, 2\], expected \[5, groups\]"),
-        ((words, torch.ones(5, 3)), r"weight_scale has 3 groups, which do not divide K = 64"),
-        ((torch.full((5, 64), 9, dtype=torch.int8), scales), r"weight holds values in \[9, 9\]"),
-        ((words, scales.int()), r"weight_scale: dtype torch.int32, but float16 or bfloat16 or float32 is expected"),
-        ((words, scales, None, torch.ones(4)), r"bias: shape \(4,\), but 5 output features make \(5,\)"),
-        ((words[:0], scales[:0]), r"weight_packed: shape \(0, 8\), which holds nothing"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            call(*arguments)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("zero_points", [False, True])
-def test_compressed_tensors_scales_that_are_no_numbers(value, zero_points):
-    """With zero points and without."""
-    zeros = torch.zeros(5, 2, dtype=torch.int8), torch.full((1, 2), 0x08888888, dtype=torch.int32)
-    for weight, zero in zip((torch.zeros(5, 64, dtype=torch.int8), torch.zeros(5, 8, dtype=torch.int32)), zeros):
-        scales = torch.ones(5, 2)
-        scales[3, 1] = value
-        with pytest.raises(ValueError, match="weight_scale: not all scales are finite"):
-            W4A8Linear.from_compressed_tensors(weight, scales, weight_zero_point=zero if zero_points else None)
-
-
 def test_state_dict():
     layer = W4A8Linear.from_float(torch.nn.Linear(64, 24), 32)
     file = io.BytesIO()
@@ -180,13 +132,16 @@ def test_repr():
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_scales_are_exact_and_as_narrow_as_that_allows(groups):
-    values, scales = torch.randint(-8, 8, (5, 64), dtype=torch.int8), torch.rand(5, groups).to(torch.bfloat16)
-    call = W4A8Linear.from_compressed_tensors
-    narrow, wide = call(values, scales), call(values, scales.float(), scale_dtype=torch.float32)
-    assert_same_bits(call(values, scales.float()).packed, narrow.packed)
+    codes, scales = torch.randint(256, (5, 32), dtype=torch.uint8), torch.rand(5, groups).to(torch.bfloat16)
+
+    def call(scales, dtype=None):
+        return W4A8Linear.from_matrix(Matrix(codes, scales), dtype)
+
+    narrow, wide = call(scales), call(scales.float(), torch.float32)
+    assert_same_bits(call(scales.float()).packed, narrow.packed)
     assert w4a8.read_header(narrow.packed)["scale_dtype"] == "bfloat16"
     assert w4a8.read_header(wide.packed)["scale_dtype"] == "float32"
     x = torch.randn(3, 64)
     assert_same_bits(narrow(x), wide(x))
     finer = scales.float() * 1.01
-    assert torch.equal(unpacked(call(values, finer))[1], finer.double().repeat_interleave(64 // groups, 1))
+    assert torch.equal(unpacked(call(finer))[1], finer.double().repeat_interleave(64 // groups, 1))

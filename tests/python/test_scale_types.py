@@ -11,8 +11,8 @@ from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix, PackedAs, matrix_of
 from w4a8.core.scale_types import E8M0, kept_scale_dtypes
 from w4a8.core.stack import MatrixStack
+from w4a8.formats import from_gptq, from_mxfp4
 from w4a8.integrations.vllm.packed import joined, joined_bytes
-from w4a8.nn import W4A8Linear
 
 ANY, BF16, F16, F32 = 0.1, 1 + 2**-7, 1 + 2**-10, 1 + 2**-20
 LEAST, MOST, INF, NAN = 2.0**-127, 2.0**127, float("inf"), float("nan")
@@ -218,11 +218,12 @@ def test_bits_of_a_weight():
     for group, zeros, expected in ((32, 7, 4.5), (128, 7, 4.125), (32, 3, 4.75), (128, 3, 4.1875)):
         qzeros = torch.full((k // group, n // 8), zeros * 0x11111111, dtype=torch.int32)
         tensors = {"qweight": words, "qzeros": qzeros, "scales": scales[group]}
-        layer = W4A8Linear.from_gptq(tensors, group, symmetric=zeros == 7)
-        assert scale_type(layer.packed) == "float16" and bits_per_weight(layer.packed, n, k) == expected
+        packed = from_gptq(tensors, "layer", group, zeros == 7).pack()
+        assert scale_type(packed) == "float16" and bits_per_weight(packed, n, k) == expected
     blocks = torch.randint(256, (n, k // 32, 16), dtype=torch.uint8)
-    layer = W4A8Linear.from_mxfp4({"blocks": blocks, "scales": torch.randint(255, (n, k // 32), dtype=torch.uint8)})
-    assert scale_type(layer.packed) == "e8m0" and bits_per_weight(layer.packed, n, k) == 4.25
+    exponents = torch.randint(255, (n, k // 32), dtype=torch.uint8)
+    packed = from_mxfp4({"blocks": blocks, "scales": exponents}, "layer").pack()
+    assert scale_type(packed) == "e8m0" and bits_per_weight(packed, n, k) == 4.25
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

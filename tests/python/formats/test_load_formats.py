@@ -18,7 +18,6 @@ from format_checkpoints import (
     QUARK,
     QUERY,
     Checkpoint,
-    Format,
     experts_checkpoint,
     gpt_oss_checkpoint,
     model_config,
@@ -28,7 +27,7 @@ from tool_formats import form_of, multiplied_out
 
 import w4a8
 from w4a8.checkpoint import CheckpointError, load, load_linear
-from w4a8.formats import Matrix
+from w4a8.formats import Matrix, rules_of
 from w4a8.nn import W4A8Linear, W8A8Linear
 
 pytest.importorskip("safetensors", reason="the safetensors package is not installed")
@@ -398,47 +397,18 @@ def test_8_bits_of_sizes_that_the_operators_do_not_have(tmp_path):
         load_linear(path, quantize_w4a16=True)
 
 
-def from_tensors(form, made, group):
-    """W4A8Linear by the function of a format."""
-    more = {"symmetric": form.symmetric}
-    if form.block is not None:
-        return (W4A8Linear.from_mxfp4 if form.block == 32 else W4A8Linear.from_nvfp4)(made)
-    if form.form.startswith("gptq"):
-        return W4A8Linear.from_gptq(made, group, version=2 if form.form == "gptq_v2" else 1, **more)
-    if form.form.startswith("auto_round"):
-        return W4A8Linear.from_auto_round(made, group, packing=form.form, **more)
-    if form.form == "awq":
-        return W4A8Linear.from_awq(made, group, **more)
-    weight = made["weight"] if "weight" in made else made["weight_packed"]
-    rest = made.get("weight_shape"), made.get("bias")
-    zeros = made.get("weight_zero_point")
-    return W4A8Linear.from_compressed_tensors(weight, made["weight_scale"], *rest, weight_zero_point=zeros)
-
-
-@pytest.mark.parametrize("name", [*FORMATS, *FLOATS, "gpt-oss"])
+@pytest.mark.parametrize("name", [*FORMATS, *FLOATS])
 @pytest.mark.parametrize("group", [32, -1])
-def test_from_tensors(name, group):
-    form = Format("mxfp4", {}) if name == "gpt-oss" else ALL_FORMATS[name]
+def test_a_layer_of_a_matrix(name, group):
+    """Of tensors without a checkpoint, by :meth:`W4A8Linear.from_matrix`."""
+    form = ALL_FORMATS[name]
     n = 24 if form.words else 21
-    made = form.random(n, 96, group)
-    made["bias"] = torch.randn(n)
-    layer = from_tensors(form, made, group)
+    made = {**form.random(n, 96, group), "bias": torch.randn(n)}
+    matrix = rules_of(form.quantization_config(group)).of(QUERY).read(made, QUERY)
+    layer = W4A8Linear.from_matrix(matrix)
     found, bias = meaning(layer.packed)
     assert torch.equal(found, form.dequantized(made)) and torch.equal(bias, made["bias"])
-    # Of tensors alone, int-quantized ones are taken for W4A8's.
-    check_layer(layer, found, bias, -1 if form.form == "int-quantized" else 32)
-
-
-@pytest.mark.parametrize(
-    ("name", "missing"), [("NVFP4 modelopt", "weight_scale"), ("MXFP4 Quark", "weight"), ("gpt-oss", "scales")]
-)
-def test_from_tensors_that_are_not_all(name, missing):
-    form = Format("mxfp4", {}) if name == "gpt-oss" else ALL_FORMATS[name]
-    made = form.random(21, 96, -1)
-    del made[missing]
-    read = W4A8Linear.from_nvfp4 if form.block == 16 else W4A8Linear.from_mxfp4
-    with pytest.raises(ValueError, match=rf"the layer\.{missing} is missing"):
-        read(made, name="the layer")
+    check_layer(layer, found, bias, 32)
 
 
 def read_file(path):
@@ -503,14 +473,6 @@ def test_files_of_tools(folder, tmp_path):
         w13 = meant(f"{LAYER}.{expert}.gate_up_proj")
         assert torch.equal(meaning(layer.w13_packed[expert])[0], torch.cat([w13[::2], w13[1::2]]))
         assert torch.equal(meaning(layer.w2_packed[expert])[0], meant(f"{LAYER}.{expert}.down_proj"))
-
-
-def test_wrong_zero_points_of_compressed_tensors():
-    made = FORMATS["W4A16 pack asymmetric"].random(24, 96, 32)
-    with pytest.raises(ValueError, match=r"layer\.weight_zero_point: shape \(2, 3\), but"):
-        W4A8Linear.from_compressed_tensors(
-            made["weight_packed"], made["weight_scale"], weight_zero_point=made["weight_zero_point"][:2]
-        )
 
 
 def test_a_quantized_head(tmp_path):
