@@ -44,8 +44,11 @@ logger = logging.getLogger(__name__)
 
 # MXFP4 as gpt-oss has it: all experts in one tensor, ``model.layers.0.mlp.experts.gate_up_proj_blocks``.
 _STACKED = re.compile(r"(.+\.experts\.\w+)_(blocks|scales|bias)")
-# The same of each expert, as AMD Quark has it: ``model.layers.0.mlp.experts.3.gate_up_proj``.
-_ONE_OF_A_STACK = re.compile(r"(.+\.experts)\.\d+\.(gate_up_proj|down_proj)")
+# A matrix of one expert where the model has a stack, and transformers no converter: of gpt-oss by AMD Quark
+# ``model.layers.0.mlp.experts.3.gate_up_proj``, of Granite and Gemma 4 by llm-compressor gate_proj and up_proj.
+_ONE_OF_A_STACK = re.compile(r"(.+\.experts)\.\d+\.(gate_up_proj|gate_proj|up_proj|down_proj)")
+_HALVES = ["gate_proj", "up_proj"]  # of gate_up_proj
+_EXPERT = re.compile(r".+\.experts\.(\d+)\..+")
 
 # Beside a matrix, without an effect here: inputs are rounded by scales of their own, and a cache is not quantized.
 _BESIDE = re.compile(r".+\.((input|output)_(scale|global_scale|zero_point)|[qkv]_(scale|zero_point)|prob_output_scale)")
@@ -276,8 +279,12 @@ class PrequantizedModules(ModulesApart):
         parameter, sources, pattern = names.parameter(name if self.stacked else f"{name}.weight")
         one = _ONE_OF_A_STACK.fullmatch(name)
         if parameter is None and one is not None:
-            parameter, sources, pattern = names.parameter(".".join(one.groups()))
-            if parameter is not None and not is_gpt_oss(model.get_submodule(parameter.rpartition(".")[0])):
+            owner, leaf = one.groups()
+            parameter, sources, pattern = names.parameter(f"{owner}.{'gate_up_proj' if leaf in _HALVES else leaf}")
+            if leaf in _HALVES:
+                sources, pattern = _HALVES, leaf
+            joined = parameter is not None and leaf == "gate_up_proj"
+            if joined and not is_gpt_oss(model.get_submodule(parameter.rpartition(".")[0])):
                 parameter = None  # whether rows alternate is not known
         if parameter is None:
             return False
@@ -290,7 +297,10 @@ class PrequantizedModules(ModulesApart):
             raise ValueError(f"{name} is quantized, but {reader} reads its weight or bias itself")
         self.old.setdefault(path, model.get_submodule(path))
         lists = self.matrices.setdefault(path, {}).setdefault(leaf, [[] for _ in sources or [None]])
-        lists[sources.index(pattern) if sources else 0].append(name)
+        experts, number = lists[sources.index(pattern) if sources else 0], _EXPERT.fullmatch(name)
+        if leaf != "weight" and number is not None and int(number[1]) != len(experts):
+            self.unread.setdefault(path, f"{name} is there, but expert {len(experts)} is not")
+        experts.append(name)
         return True
 
     def finish(self, model: torch.nn.Module) -> QuantizationReport:
