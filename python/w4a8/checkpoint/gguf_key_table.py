@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, named
+from w4a8.checkpoint.gguf_file import Strings
 from w4a8.checkpoint.gguf_keys import Keys
 from w4a8.core.json_fields import CheckpointError, shorten
 
@@ -58,12 +59,15 @@ def check_keys(keys: Mapping[str, Any]) -> None:
     """Refuses keys of a file that would be ignored and may change numbers.
 
     Raises:
-        CheckpointError: a key of the architecture that is not applied, with a value that matters; names the key.
+        CheckpointError: a key of the architecture that is not applied, with a value that matters; or an array of
+            strings, of which transformers takes the length for a number. Names the key.
     """
     found, name = Keys(keys), named(keys)
     prefix = f"{found.architecture}."
     for full, value in keys.items():
         key = full.removeprefix(prefix)
+        if isinstance(value, Strings) and key in (ARCHITECTURES[name].reads if name else ()):
+            raise CheckpointError(f"{full} is {shorten(value)} in the GGUF file, but a number is expected")
         if name is None or key == full or key in ARCHITECTURES[name].reads or key in HARMLESS:
             continue
         allowed = NEUTRAL.get(key, (found.get(EQUAL[key]),) if key in EQUAL else ())

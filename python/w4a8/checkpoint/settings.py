@@ -36,7 +36,7 @@ _MODELS = {
     for model_type, each in {**BY_MODEL_TYPE, "kimi_k2": BY_MODEL_TYPE["deepseek_v3"]}.items()
     if each.routing is not None and (each.routing.is_known or each.routing.on_input)
 }
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ def settings_from_config(config: Mapping[str, Any]) -> MoESettings:
     size_key = known.keys[routing.size_key]
     # Of several names in one file the first here counts, as in transformers: another name for a key of a class
     # replaces the key, in any order of the file. Names that the class does not know come last.
-    counts = (*((routing.also,) if routing.also else ()), known.keys["expert_count"], *_EXPERT_COUNTS)
+    counts = (*((routing.also,) if routing.also else ()), known.keys["expert_count"], *EXPERT_COUNTS)
     hidden_size, intermediate_size, num_experts = text.get("hidden_size"), text.get(size_key), _first(text, *counts)
     top_k = _first(text, "num_experts_per_tok", "num_experts_per_token", "experts_per_token")
     _check_positive("hidden_size", hidden_size)

@@ -129,6 +129,8 @@ def of_model(model: Any, report: Any) -> list[Layer]:
     """
     output = model.get_output_embeddings()
     shared = {id(t) for t in (*output.parameters(), *output.buffers())} if output is not None else set()
+    # An output layer that shares a packed embedding has its bytes.
+    kinds = {id(t): what for name, what in report.weights.items() for t in model.get_submodule(name).buffers()}
     layers = []
     for name, module in model.named_modules():
         replaced = name in report.replaced
@@ -142,7 +144,9 @@ def of_model(model: Any, report: Any) -> list[Layer]:
         role = EXPERTS if is_stack else OUTPUT if module is output else role_of(name, dimensions)
         count = next((len(t) for t in tensors if is_stack or t.dim() > 2), 0) if role == EXPERTS else 0
         if replaced:
-            what = report.weights.get(name) or f"int4 in groups of {module.group_size}"
+            what = (
+                next((kinds[id(t)] for t in tensors if id(t) in kinds), "") or f"int4 in groups of {module.group_size}"
+            )
             layers.append(Layer(name, role, RUNS, what, "", size, count))
         elif name in report.refused:
             layers.append(Layer(name, role, REFUSED, "quantized", report.refused[name], size, count))

@@ -1,7 +1,7 @@
 """what is in MODEL: what runs on these operators, what does not and why, memory, and an estimate of the speed
 
 A dry run: transformers and this package load the model without its weights, of the Hub by the headers of its files
-alone. Exit code 1: it would not load, or layers are refused.
+alone. Exit code 1: it would not load, layers are refused, or the tokenizer cannot be made.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ from w4a8.command.headers import Header, read_headers
 from w4a8.command.model import HELP, find, hub_name
 from w4a8.command.report import add_json, labelled, number, show
 from w4a8.core.json_fields import json_field, read_json
-from w4a8.core.words import counted, gigabytes
+from w4a8.core.words import counted, gigabytes, plural
 from w4a8.formats.float8 import is_mixed
 from w4a8.formats.packed_directory import METHOD, is_packed
 from w4a8.formats.rules import config_in
 
-_TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 _FORMATS = {METHOD: "a packed directory", "floats": "floats, rounded while they are loaded"}
 _GGUF_AT_ONCE = 200_000_000  # temporary bytes while a GGUF file is loaded (docs/memory.md)
 
@@ -64,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
     if args.layers:
         answer["layers"] = [vars(layer) for layer in layers]
     show(answer, text_of(answer), args.json)
-    return 1 if answer["refused"] else 0
+    damaged = answer["tokenizer"] and loading.OWN_CODE not in answer["tokenizer"]
+    return 1 if answer["refused"] or damaged else 0
 
 
 def examine(name: str, memory_speed: float | None = None) -> tuple[dict[str, Any], list[Layer]]:
@@ -83,6 +83,11 @@ def examine(name: str, memory_speed: float | None = None) -> tuple[dict[str, Any
     speed = 1e9 * memory_speed if memory_speed else machine.read_speed()
     token = token_bytes(layers, top_k)
     reading = answer.pop("reading")
+    try:
+        loading.tokenizer_of(path)
+        answer["tokenizer"] = ""
+    except ValueError as error:
+        answer["tokenizer"] = str(error)
     answer |= {
         "runs": _counts(layers, RUNS),
         "stays_float": _counts(layers, FLOAT),
@@ -146,7 +151,7 @@ def _folder(name: str, path: Path) -> tuple[dict[str, Any], list[Layer], int | N
         answer["not_in_vllm"] = "its 8-bit floats are vLLM's own there; leave --quantization w4a8 out"
     elif loading.is_rounded(path):
         answer["not_in_vllm"] = "floats stay floats there, unless --quantization w4a8 rounds them"
-    top_k = next((text[key] for key in _TOP_K if isinstance(text.get(key), int)), None)
+    top_k = next((text[key] for key in loading.TOP_K if isinstance(text.get(key), int)), None)
     return answer, layers, top_k
 
 
@@ -206,7 +211,8 @@ def _counts(layers: list[Layer], state: str) -> list[dict[str, Any]]:
 
 def _without_name(layer: Layer) -> str:
     """The reason without the layer's name, so that layers with the same reason are counted together."""
-    return layer.why.removeprefix(f"{layer.name} is ").replace(layer.name, "it")
+    of_it = layer.why.replace(f"{layer.name}.", f"{layer.name.rpartition('.')[2]}.")  # an expert, say
+    return of_it.removeprefix(f"{layer.name} is ").replace(layer.name, "it")
 
 
 def text_of(answer: dict[str, Any]) -> list[str]:
@@ -223,7 +229,8 @@ def text_of(answer: dict[str, Any]) -> list[str]:
         ("runs here", _line(answer["runs"], "weights") or "nothing"),
         ("stays float", _line(answer["stays_float"], "why") or "nothing"),
         *([("not in vLLM", answer["not_in_vllm"])] if answer["not_in_vllm"] else []),
-        *(("REFUSED", f"{each['count']} {each['role']}: {each['why']}") for each in answer["refused"]),
+        *(("REFUSED", f"{plural(each['count'], each['role'])}: {each['why']}") for each in answer["refused"]),
+        *([("tokenizer", answer["tokenizer"])] if answer["tokenizer"] else []),
         ("on disk", f"{gigabytes(answer['disk_bytes'])} in {files}"),
         ("in memory", f"{gigabytes(packed)} packed and {gigabytes(floats)} of floats: {gigabytes(packed + floats)}"),
         ("at the peak", f"about {gigabytes(answer['peak_bytes'])} while it is loaded, without Python and PyTorch"),

@@ -11,11 +11,12 @@ from typing import Any
 from w4a8.checkpoint.counts import check_counts
 from w4a8.checkpoint.gguf_file import GGUFFile, is_gguf
 from w4a8.checkpoint.gguf_linear import GGUFLinears
+from w4a8.checkpoint.settings import EXPERT_COUNTS
 from w4a8.checkpoint.tensors import files_of, read_index
 from w4a8.command import extras
 from w4a8.command.headers import Header, read_headers
 from w4a8.command.report import UsageError, number
-from w4a8.core.json_fields import read_json
+from w4a8.core.json_fields import json_field, read_json
 from w4a8.formats.float8 import has_float8
 from w4a8.formats.packed_directory import is_packed as is_packed_config
 from w4a8.formats.rules import config_in
@@ -44,6 +45,8 @@ _ROUNDING = (
     ("--effort", "effort", {"type": int, "choices": (0, 1, 2), "help": "of the search for good scales (2)"}),
     ("--skip", "skip", {"action": "append", "metavar": "NAME", "help": "a module to leave float, or re:PATTERN"}),
 )
+OWN_CODE = "is of code of its own (auto_map), which w4a8 does not run"
+TOP_K = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 _NO_CODE = {"trust_remote_code": False}  # without it transformers asks the user
 # Arguments of ``load`` when no option is given.
 DEFAULTS = argparse.Namespace(activation_group=None, **{field: None for _, field, _ in _ROUNDING})
@@ -129,7 +132,7 @@ def load(
     if is_gguf(path):
         GGUFLinears(GGUFFile(path))  # an unknown architecture is an error that lists the known ones
     else:
-        _check_counts(path, headers)
+        _check_config(path, headers)
     transformers = import_transformers()
     from w4a8.integrations.transformers import W4A8Config
     from w4a8.integrations.transformers.names import refuse_codes
@@ -174,18 +177,29 @@ def _without_code(error: Exception, path: Path) -> Exception:
     if "trust_remote_code" not in str(error):
         return error
     return ValueError(
-        f"{path} is of code of its own (auto_map), which w4a8 does not run. If you trust the code: in Python "
+        f"{path} {OWN_CODE}. If you trust the code: in Python "
         "from_pretrained(..., trust_remote_code=True, quantization_config=W4A8Config())"
     )
 
 
-def _check_counts(folder: Path, headers: Mapping[str, Header] | None) -> None:
-    """Compares counts in config.json with the safetensors files, before transformers makes lists of so many."""
+def _check_config(folder: Path, headers: Mapping[str, Header] | None) -> None:
+    """Compares config.json with itself and the safetensors files, before transformers makes lists of so many."""
+    config, source = read_json(folder / "config.json"), config_in(folder)
+    json_field(config, "architectures", list, "config.json: architectures")
+    if source is not None and "quant_method" not in source and {"group_size", "bits"} <= {*source}:
+        raise ValueError(
+            f"{folder} is in MLX's format, which is not read here: take the original model, or one in GGUF, GPTQ or AWQ"
+        )
+    text = json_field(config, "text_config", dict, "config.json: text_config") or config
+    experts = [text[name] for name in EXPERT_COUNTS if isinstance(text.get(name), int)]
+    for name in TOP_K:
+        if isinstance(text.get(name), int) and any(count > 0 and not 0 < text[name] <= count for count in experts):
+            raise ValueError(f"config.json: {name} is {text[name]}, but 1..{experts[0]} is expected")
     if headers is None:
         headers = read_headers(folder) if files_of(folder, read_index(folder)) else {}
     if headers:
         shapes = {name: header.shape for name, header in headers.items()}
-        check_counts(read_json(folder / "config.json"), shapes, len(shapes), "config.json: ")
+        check_counts(config, shapes, len(shapes), "config.json: ")
 
 
 def _tensors(model: Any) -> list[tuple[str, Any]]:

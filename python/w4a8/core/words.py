@@ -37,8 +37,13 @@ def counted(counts: Counter[str]) -> str:
     for kind, details in kinds.items():
         total = sum(count for _, count in details)
         listed = ", ".join(f"{count} {detail}" if len(details) > 1 else detail for detail, count in details)
-        parts.append(f"{total} {kind if total == 1 else _PLURALS.get(kind, f'{kind}s')} ({listed})")
+        parts.append(f"{plural(total, kind)} ({listed})")
     return ", ".join(parts)
+
+
+def plural(count: int, kind: str) -> str:
+    """A text like ``4 layers of experts``."""
+    return f"{count} {kind if count == 1 else _PLURALS.get(kind, f'{kind}s')}"
 
 
 def gigabytes(count: float) -> str:

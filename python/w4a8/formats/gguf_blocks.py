@@ -53,7 +53,9 @@ def _every(byte: int, step: int = 1) -> int:
 
 def _words(block: torch.Tensor) -> torch.Tensor:
     """Bytes [..., n] as int64 [..., n / 8]."""
-    return block.contiguous().view(torch.int64)
+    flat = block.reshape(-1)  # of a single block a view, at any offset
+    flat = flat if flat.storage_offset() % 8 == 0 else flat.clone()
+    return flat.view(torch.int64).view(*block.shape[:-1], -1)
 
 
 def _bytes(words: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -89,6 +90,18 @@ def test_gguf(tmp_path):
         assert answer["float_bytes"] == report.left_bytes, name
         assert answer["refused"] == [] and answer["format"] == "GGUF"
         assert bool(answer["not_in_vllm"]) == (name == "olmoe")
+
+
+def test_an_output_layer_that_shares_the_embeddings(tmp_path):
+    """Is of their kind."""
+    gguf_models = pytest.importorskip("gguf_models")
+    tiny = gguf_models.TinyModel("llama, tied")
+    kind = tiny.tensors["token_embd.weight"][0]
+    tiny.tensors["token_embd.weight"], _ = gguf_models.blocks("Q8_0", (96, 256), np.random.default_rng(0))
+    assert kind != "Q8_0"
+    tiny.write(tmp_path)
+    layers = examine(tmp_path)[1]
+    assert [each.what for each in layers if each.role == OUTPUT] == ["Q8_0 as int8 in groups of 32"]
 
 
 def test_gguf_of_another_kind(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Counts that the files do not hold are an error before anything of so many is built: no list, no module, no overflow."""
+"""Counts that the files do not hold are an error before anything of so many is built: no list, no module."""
 
 import json
 import sys

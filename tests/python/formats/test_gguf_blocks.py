@@ -65,9 +65,11 @@ def test_weights(name, shape, generator):
     assert torch.equal(matrix.floats(), gguf_files.meaning(name, blocks))
 
 
-@pytest.mark.parametrize("name", [name for name, weights in sorted(gguf_files.BLOCKS.items()) if weights < 256])
-def test_rows_of_a_few_small_blocks(name, generator):
-    shape = (3, 3 * gguf_files.BLOCKS[name])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("count", [1, 3])
+def test_rows_of_a_few_blocks(name, rows, count, generator):
+    shape = (rows, count * gguf_files.BLOCKS[name])
     blocks = gguf_files.random_blocks(name, shape, generator)
     assert torch.equal(BY_NAME[name].matrix(torch.from_numpy(blocks)).floats(), gguf_files.meaning(name, blocks))
 

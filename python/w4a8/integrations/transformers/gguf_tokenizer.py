@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import transformers
 from tokenizers import Regex, pre_tokenizers
 
+from w4a8.checkpoint.gguf_file import Strings
 from w4a8.checkpoint.gguf_keys import LLAMA3, added_tokens
-from w4a8.core.json_fields import shorten
+from w4a8.core.json_fields import check_field, shorten
 
 _TEMPLATE = "tokenizer.chat_template."
 # tokenizer.ggml.pre: ways to split a text, by the names of llama.cpp (llama-vocab.cpp, llama_vocab::impl::load).
@@ -77,6 +79,7 @@ def tokenizer_of(path: Path, keys: Mapping[str, Any]) -> Any:
     Raises:
         Exception: of any kind: transformers cannot make the tokenizer.
     """
+    _check(keys)
     # A model's own class would take the words and the merges alone when it is saved and loaded again.
     tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name)
     if keys.get("tokenizer.ggml.model") == "gpt2":
@@ -88,6 +91,21 @@ def tokenizer_of(path: Path, keys: Mapping[str, Any]) -> Any:
         default = tokenizer.chat_template
         tokenizer.chat_template = ({} if default is None else {"default": default}) | templates
     return tokenizer
+
+
+def _check(keys: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for keys of which transformers would make no tokenizer, or another; names the key."""
+    prefix = "tokenizer.ggml."
+    tokens, merges, types = (keys.get(prefix + name) for name in ("tokens", "merges", "token_type"))
+    for name, value in (("tokens", tokens), ("merges", merges)):
+        is_needed = name == "tokens" or value is not None
+        check_field(not is_needed or isinstance(value, Strings), prefix + name, value, "an array of strings")
+    is_right = types is None or (isinstance(types, np.ndarray) and len(types) == len(tokens))
+    check_field(is_right, f"{prefix}token_type", types, f"an array of {len(tokens)} numbers")
+    for name in ("bos", "eos", "eot", "eom", "unknown", "padding"):
+        number = keys.get(f"{prefix}{name}_token_id")
+        is_right = number is None or (type(number) is int and 0 <= number < len(tokens))
+        check_field(is_right, f"{prefix}{name}_token_id", number, f"0..{len(tokens) - 1}")
 
 
 def _split(backend: Any, name: str | None) -> None:
