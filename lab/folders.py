@@ -6,7 +6,6 @@ from pathlib import Path
 LAB = Path(__file__).resolve().parent
 ROOT = LAB.parent
 BENCHMARKS = ROOT / "benchmarks"  # what users run
-EXAMPLE = ROOT / "examples/tiny_moe"
 NATIVE = ROOT / "build/bench/benchmarks"  # what `make bench` compiles
 RESULTS = LAB / "results"
 # The demo prints figures of accuracy.json, which is therefore not in lab/.
