@@ -4,6 +4,8 @@ import copy
 import json
 import pickle
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -236,6 +238,28 @@ def test_dtype_that_the_operators_do_not_take(tmp_path):
     save(tmp_path, "LlamaForCausalLM", LLAMA)
     with pytest.raises(ValueError, match=r"dtype is torch\.float64, expected float32, bfloat16 or float16"):
         transformers.LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, quantization_config=W4A8Config())
+
+
+def test_loading_lets_peft_know_packed_layers(tmp_path):
+    """In a process that imports nothing of this package but W4A8Config."""
+    pytest.importorskip("peft")
+    save(tmp_path / "float", "LlamaForCausalLM", LLAMA)
+    program = """
+import sys
+from transformers import LlamaForCausalLM
+from w4a8.integrations.transformers import W4A8Config
+
+model = LlamaForCausalLM.from_pretrained(sys.argv[1], quantization_config=W4A8Config())
+import peft
+
+try:
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["down_proj"]))
+except ValueError as error:
+    print(error)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "float")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("'down_proj' of modules_to_save is for model.layers.0.mlp.down_proj, whose weights")
 
 
 @pytest.mark.parametrize("while_loading", [False, True])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 from transformers.quantizers import HfQuantizer
+from transformers.utils import is_peft_available
 
 from w4a8.core.memory import fresh_bytes, keeps_files_mapped
 from w4a8.formats.packed_directory import ALL_STAND_FOR
@@ -162,6 +164,8 @@ class W4A8HfQuantizer(HfQuantizer):
         for embedding, output in self._tied.items():
             share(model, embedding, output)
         inference_only(model)
+        if guard.device == "cpu":
+            _teach_peft()
         refuse_resizing(model)
         multiply_once(model.get_output_embeddings())
         if self.quantization_config.fuse is not None and guard.device == "cpu":
@@ -170,6 +174,15 @@ class W4A8HfQuantizer(HfQuantizer):
             except ValueError as error:
                 logger.warning("the layers do not run in one call: %s", error)
         return model
+
+
+def _teach_peft() -> None:
+    """Lets PEFT, where it is installed, put adapters on packed layers and refuse those that it would drop."""
+    if is_peft_available():
+        try:
+            import_module("w4a8.integrations.peft")
+        except (ImportError, AttributeError) as error:
+            logger.warning("this version of PEFT does not know packed layers: %s", error)
 
 
 def _devices(device_map: Any) -> list[Any]:
