@@ -139,7 +139,11 @@ def _answer(
             raise ValueError(f"the chat template fails: {error}; --raw does without") from error
     prompt = inputs["input_ids"].shape[1]
     streamer = _counter(tokenizer)
-    written = model.generate(**inputs, streamer=streamer, pad_token_id=model.config.pad_token_id or 0, **options)
+    pad = model.config.pad_token_id or 0
+    try:
+        written = model.generate(**inputs, streamer=streamer, pad_token_id=pad, **options)
+    except (TypeError, AttributeError, LookupError) as error:  # of generation_config.json, say
+        raise ValueError(f"transformers cannot generate: {type(error).__name__}: {error}") from error
     if messages is not None:
         reply = tokenizer.decode(written[0, prompt:], skip_special_tokens=True)
         messages.append({"role": "assistant", "content": reply})

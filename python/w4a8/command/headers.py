@@ -65,6 +65,8 @@ def read_headers(folder: Path, repo: str | None = None) -> dict[str, Header]:
 
 
 def _header(name: str, dtype: str, shape: Sequence[int], path: Path, begin: int = 0) -> Header:
+    if not isinstance(dtype, str):
+        raise CheckpointError(f"{path}: tensor {name!r} is of dtype {shorten(dtype)}")
     if not all(type(length) is int and length >= 0 for length in shape):
         raise CheckpointError(f"{path}: tensor {name!r} has shape {shorten(list(shape))}")
     return Header(dtype, tuple(shape), path, begin)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -191,6 +192,9 @@ def _check_config(folder: Path, headers: Mapping[str, Header] | None) -> None:
             f"{folder} is in MLX's format, which is not read here: take the original model, or one in GGUF, GPTQ or AWQ"
         )
     text = json_field(config, "text_config", dict, "config.json: text_config") or config
+    for name, value in text.items():
+        if isinstance(value, float) and math.isnan(value):
+            raise ValueError(f"config.json: {name} is nan, but a number is expected")
     experts = [text[name] for name in EXPERT_COUNTS if isinstance(text.get(name), int)]
     for name in TOP_K:
         if isinstance(text.get(name), int) and any(count > 0 and not 0 < text[name] <= count for count in experts):

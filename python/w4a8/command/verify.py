@@ -146,6 +146,9 @@ def _wrong_matrices(tensors: dict[str, Header]) -> tuple[int, list[str]]:
         if name.rpartition(".")[2] not in ALL_STAND_FOR:
             continue
         rows = header.shape[0] if len(header.shape) == 2 else 1
+        if header.dtype != "U8":
+            wrong.append(f"{name} is of {header.dtype}, but U8 is expected")
+            continue
         if header.bytes == 0:
             wrong.append(f"{name} has shape {header.shape}, which holds nothing")
             continue
