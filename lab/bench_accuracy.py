@@ -12,7 +12,7 @@ import torch
 from accuracy import in_attention, in_llama, in_tools, report, text
 from accuracy.score import Reference
 from accuracy.ways import SECTIONS, Case, Way, activation_ways, file_ways, head_ways, logits_of
-from folders import ACCURACY_RESULTS
+from folders import ACCURACY_RESULTS, RECORDS
 from peers.environments import Unavailable, own_version
 from peers.ggml import ENVIRONMENT
 from peers.options import chosen, names
@@ -117,16 +117,18 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     versions = {name: own_version(name) for name in ("w4a8", "torch", "transformers")}
     versions["llama-cpp-python"] = ENVIRONMENT.requirements[-1].rpartition("==")[2]
-    path = ACCURACY_RESULTS / f"{args.output}.json"
-    path.parent.mkdir(exist_ok=True)
-    before = json.loads(path.read_text())["models"] if args.add and path.exists() else {}
+    records, path = RECORDS / f"{args.output}.json", ACCURACY_RESULTS / f"{args.output}.md"
+    if args.add and not records.exists():
+        sys.exit(f"error: --add keeps the rows of {records}, which is not there")
+    records.parent.mkdir(parents=True, exist_ok=True)
+    before = json.loads(records.read_text())["models"] if args.add else {}
     found = {**machine(versions), "threads": args.threads, "models": dict(before)}
     for source in SOURCES:
         if chosen(source.name, args.models):
             for measured in measure(source, args, before.get(source.name, {})):
                 found["models"][source.name] = measured
-                path.write_text(json.dumps(found, indent=1) + "\n")
-    path.with_suffix(".md").write_text(report.document(found))
+                records.write_text(json.dumps(found, indent=1) + "\n")
+    path.write_text(report.document(found))
     report.plot(found, path.with_suffix(".png"))
     print(report.document(found))
 

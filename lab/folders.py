@@ -8,7 +8,8 @@ ROOT = LAB.parent
 BENCHMARKS = ROOT / "benchmarks"  # what users run
 NATIVE = ROOT / "build/bench/benchmarks"  # what `make bench` compiles
 RESULTS = LAB / "results"
-# The demo prints figures of accuracy.json, which is therefore not in lab/.
+RECORDS = ROOT / "build/results"  # JSON of what the tables in RESULTS show
+# The demo prints figures of accuracy.md, which is therefore not in lab/.
 ACCURACY_RESULTS = BENCHMARKS / "results"
 
 if str(BENCHMARKS) not in sys.path:

@@ -24,7 +24,7 @@ import w4a8
 from evaluate import bits_per_byte, generate
 
 # What `make bench-accuracy` wrote: trained language models.
-ACCURACY = Path(__file__).parents[2] / "benchmarks/results/accuracy.json"
+ACCURACY = Path(__file__).parents[2] / "benchmarks/results/accuracy.md"
 # Held-out bytes that are scored without --all.
 SAMPLE = 16384
 PROMPTS = ("import os\n\n\nclass ", "def ")
@@ -102,15 +102,15 @@ def show_quality(directory: Path, text: bytes, metrics: dict[str, Any]) -> list[
 
 def show_language_models() -> None:
     """Print what int8 activations alone cost trained language models, as it was measured."""
-    found = json.loads(ACCURACY.read_text())
     heading("KL divergence of trained language models from themselves in float32: int8 activations, float weights")
     columns = ("per token", "groups of 64", "groups of 32")
     print(f"{'':26}" + "".join(f"{column:>20}" for column in columns))
-    for name, model in found["models"].items():
-        alone = {way["activations"]: way["kl"] for way in model["ways"] if way["section"] == "activations alone"}
-        cells = (f"{alone[column]:.4f}" if column in alone else "" for column in columns)
-        print(f"{name:26}" + "".join(f"{cell:>20}" for cell in cells))
-    print(f"Measured {found['date'][:10]} by `make bench-accuracy`; 4-bit weights: benchmarks/results/accuracy.md.")
+    for model in ACCURACY.read_text().split("\n## ")[1:]:
+        _, _, rows = model.partition("**activations alone**")
+        cells = [line.split(" | ") for line in rows.partition("\n| **")[0].splitlines()[1:]]
+        divergences = {row[1]: row[6].partition(" ")[0] for row in cells}
+        print(f"{model.splitlines()[0]:26}" + "".join(f"{divergences.get(column, ''):>20}" for column in columns))
+    print("Measured by `make bench-accuracy`; 4-bit weights: benchmarks/results/accuracy.md.")
     print("Files made for float activations and w4a8.quantize_ get groups of 32, W4A8 files a scale per token.")
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from folders import LAB, RESULTS
+from folders import LAB, RECORDS, RESULTS
 
 from peers.bench import OWN
 from peers.session import now
@@ -121,10 +121,7 @@ def goals_table(found: list[dict]) -> str:
 
 
 def heading(found: dict, title: str, target: str, anchor: str, folder: Path = RESULTS) -> list[str]:
-    """The first lines of a document.
-
-    found: of a JSON file in `folder`; target: of make; anchor: of the section in lab/README.md.
-    """
+    """The first lines of a document in `folder`. target: of make; anchor: of the section in lab/README.md."""
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     readme = os.path.relpath(LAB / "README.md", folder)
     written = f"Written by `make {target}` ([what rows and columns are]({readme}#{anchor}))"
@@ -142,7 +139,7 @@ def goal_lines(found: dict) -> list[str]:
 
 
 def document(found: dict) -> str:
-    """Markdown of a JSON file that bench_peers.py or bench_linear.py wrote."""
+    """Markdown of a run of bench_peers.py or bench_linear.py."""
     linear = {record["kind"] for record in found["records"]} == {"linear"}
     title = "Linear layers beside other libraries" if linear else "The fused operator beside other libraries"
     lines = heading(found, title, "bench-linear" if linear else "bench-peers", "other-libraries")
@@ -156,11 +153,12 @@ def document(found: dict) -> str:
 class Collected:
     """The records of a run, printed as they come and saved each time: a run that is cut short has what it measured.
 
-    name: of the files in results, NAME.json and NAME.md; document: makes Markdown of what the first one has.
+    name: of the files, NAME.json in RECORDS and NAME.md in RESULTS; document: makes Markdown of what the first one has.
     """
 
     def __init__(self, name: str, document: Callable[[dict], str] = document):
-        self.path = RESULTS / f"{name}.json"
+        self.path = RESULTS / f"{name}.md"
+        self.json = RECORDS / f"{name}.json"
         self.document = document
         self.records: list[dict] = []
         self.versions: dict[str, str] = {}
@@ -173,7 +171,7 @@ class Collected:
 
     def save(self, **more: object) -> Path:
         found = {**machine(self.versions), **more, "records": self.records}
-        self.path.parent.mkdir(exist_ok=True)
-        self.path.write_text(json.dumps(found, indent=1))
-        self.path.with_suffix(".md").write_text(self.document(found))
+        self.json.parent.mkdir(parents=True, exist_ok=True)
+        self.json.write_text(json.dumps(found, indent=1))
+        self.path.write_text(self.document(found))
         return self.path

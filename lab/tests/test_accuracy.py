@@ -248,6 +248,25 @@ def test_table():
     assert table([{**record("weights", "b"), "prefill": 1234.5}]).splitlines()[-1].endswith("| 90.0 ± 2.0 % | 1234 |")
 
 
+def test_document():
+    from accuracy.report import document, table
+
+    model = {"packages": ["x==1"], "tokens": 2048, "text": "t", "float": 10.0, "notes": ["a note"]}
+    found = {"date": "2026-11-27 00:12 UTC", "cpu": "some CPU", "python": "3.11.7", "versions": {"torch": "2"}}
+    ways = [record("weights", "a")]
+    lines = document({**found, "models": {"a model": {**model, "ways": ways}}}).splitlines()
+    assert lines[2].endswith("(../../lab/README.md#bench_accuracypy)): 2026-11-27, some CPU, Python 3.11.7, torch 2.")
+    assert lines[4:] == [
+        "## a model",
+        "",
+        "From x==1. Perplexity in float32: 10.00, on 2,048 tokens of the text t.",
+        "",
+        *table(ways).splitlines(),
+        "",
+        "a note",
+    ]
+
+
 def test_plot(tmp_path):
     from accuracy.report import plot
 

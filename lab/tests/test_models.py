@@ -64,6 +64,7 @@ def bench_models(monkeypatch, tmp_path):
 
     monkeypatch.setattr(session, "FOLDER", tmp_path)
     monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "RECORDS", tmp_path)
     names = ("Fake", "Int4Head", "Llama", "Failing", "Killed", "Refusing")
     monkeypatch.setattr(bench_models, "ENTRIES", [getattr(fake_models, name) for name in names])
     yield bench_models
