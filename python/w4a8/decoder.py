@@ -14,8 +14,8 @@ class Decoder:
     """The layers of a model, its last norm and its output layer, which the operator ``decoder_step`` runs.
 
     Add the layers in their order. Packed tensors, routers, k_up and v_up are used where they are, if contiguous. Norms,
-    biases and other floats are kept as float32. All of this memory stays as long as the decoder, whatever the tensors are
-    given in its place; a step is an error once it was resized or moved.
+    biases and other floats are kept as float32. All of this memory stays as long as the decoder, whatever the tensors
+    are given in its place; a step is an error once it was resized or moved.
 
     Args:
         norm: floating [hidden_size], the weight of the last RMS norm.

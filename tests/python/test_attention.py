@@ -216,9 +216,18 @@ WRITE = [
     ({"value": torch.zeros(2, 2, 64)}, "value has shape [2, 2, 64], expected the tokens and heads of key, [3, 2, 64]"),
     ({"key": torch.zeros(3, 3, 64), "value": torch.zeros(3, 3, 64)}, "cache has 2 heads, expected 3, those of key"),
     ({"key": torch.zeros(3, 2, 64, requires_grad=True)}, "key requires gradients, which a cache does not keep"),
-    ({"cache": cache(1, 2).expand(3, 2, -1)}, "cache has stride 0 in dimension 0, expected at least 17664: it is written"),
-    ({"cache": cache(3, 1).expand(3, 2, -1)}, "cache has stride 0 in dimension 1, expected at least 17664: it is written"),
-    ({"cache": cache(4, 1).as_strided((3, 2, 17664), (17664, 17664, 1))}, "cache has stride 17664 in dimension 0, expec"),
+    (
+        {"cache": cache(1, 2).expand(3, 2, -1)},
+        "cache has stride 0 in dimension 0, expected at least 17664: it is written",
+    ),
+    (
+        {"cache": cache(3, 1).expand(3, 2, -1)},
+        "cache has stride 0 in dimension 1, expected at least 17664: it is written",
+    ),
+    (
+        {"cache": cache(4, 1).as_strided((3, 2, 17664), (17664, 17664, 1))},
+        "cache has stride 17664 in dimension 0, expec",
+    ),
     ({"kind": "latent"}, "value is other memory than key, expected key[..., :V] for a cache of kind 'latent'"),
 ]
 ATTEND = [
@@ -255,7 +264,9 @@ def test_numbers_in_the_memory_that_is_written(name):
     given = arguments()[0]
     memory = given["cache"][1, 0, :512].view(torch.int32)
     given[name] = memory[: given[name].numel()].copy_(given[name].flatten()).view(given[name].shape)
-    with pytest.raises(RuntimeError, match=f"{name} lies in the memory of cache, which is written, expected other memory"):
+    with pytest.raises(
+        RuntimeError, match=f"{name} lies in the memory of cache, which is written, expected other memory"
+    ):
         w4a8.paged_attention_write(**given)
 
 

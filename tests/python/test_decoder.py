@@ -331,7 +331,7 @@ def test_block_tables_of_other_widths_that_begin_alike():
     step = lambda: model.decoder.step(  # noqa: E731
         torch.randn(6, HIDDEN), torch.arange(6), model.caches, (tables, lengths, starts), [model.rope]
     )
-    with pytest.raises(RuntimeError, match="block_table of sequence 1 has page 9 at 0, expected 0..8, the pages of"):
+    with pytest.raises(RuntimeError, match=r"block_table of sequence 1 has page 9 at 0, expected 0\.\.8, the pages of"):
         step()
     numbers[2] = 8
     step()

@@ -65,7 +65,9 @@ def test_a_storage_that_is_resized_or_moved_is_an_error(name, change):
     model, x = with_everything(), torch.randn(3, HIDDEN)
     model.step(x, [3], [3])
     change(given(model)[name][-1])
-    with pytest.raises(RuntimeError, match=f"w4a8::decoder_step: {name} has a storage of [0-9]+ bytes that was resized"):
+    with pytest.raises(
+        RuntimeError, match=f"w4a8::decoder_step: {name} has a storage of [0-9]+ bytes that was resized"
+    ):
         model.step(x, [3], [3])
 
 

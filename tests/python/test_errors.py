@@ -384,7 +384,8 @@ FLOATS = {
     (sample, argument.name)
     for sample, (op, given) in SAMPLES.items()
     for argument in op._schema.arguments
-    if str(argument.type) in ("float", "Optional[float]") and (argument.name in given or not argument.has_default_value())
+    if str(argument.type) in ("float", "Optional[float]")
+    and (argument.name in given or not argument.has_default_value())
 }
 
 
@@ -394,4 +395,6 @@ def test_numbers_that_float32_has_not(sample, name, device):
     op, given = SAMPLES[sample]
     given = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in given.items()}
     for number in (float("nan"), float("-inf"), *([] if name == "limit" else [float("inf"), 1e300])):
-        refuse(lambda number=number: op(**{**given, name: number}), rf"{name} is {number}, expected".replace("+", r"\+"))
+        refuse(
+            lambda number=number: op(**{**given, name: number}), rf"{name} is {number}, expected".replace("+", r"\+")
+        )
