@@ -12,6 +12,7 @@ from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.command.headers import Header, Mapped
 from w4a8.core.words import weights_in_words
 from w4a8.formats.packed_directory import ALL_STAND_FOR, joined_as
+from w4a8.nn.packed import PackedModule
 from w4a8.ops import read_header
 
 RUNS, FLOAT, REFUSED = "runs", "stays float", "refused"
@@ -120,6 +121,12 @@ def gguf_not_in_vllm(file: GGUFFile) -> str:
     return f"its experts are not all quantized ({floats[0]} is {file.type_name(floats[0])})" if floats else ""
 
 
+def _rounded(module: PackedModule) -> str:
+    """The kinds of weights of a module whose floats are rounded by default."""
+    default = {"values": "int4", "scale_dtype": "float32", "has_zero_points": False, "has_minimums": False}
+    return " and ".join({weights_in_words({**default, **shape}): None for shape in module.packed_shapes().values()})
+
+
 def of_model(model: Any, report: Any) -> list[Layer]:
     """The layers of a model of transformers on the meta device, as ``dry_run`` loads it.
 
@@ -144,9 +151,7 @@ def of_model(model: Any, report: Any) -> list[Layer]:
         role = EXPERTS if is_stack else OUTPUT if module is output else role_of(name, dimensions)
         count = next((len(t) for t in tensors if is_stack or t.dim() > 2), 0) if role == EXPERTS else 0
         if replaced:
-            what = (
-                next((kinds[id(t)] for t in tensors if id(t) in kinds), "") or f"int4 in groups of {module.group_size}"
-            )
+            what = next((kinds[id(t)] for t in tensors if id(t) in kinds), "") or _rounded(module)
             layers.append(Layer(name, role, RUNS, what, "", size, count))
         elif name in report.refused:
             layers.append(Layer(name, role, REFUSED, "quantized", report.refused[name], size, count))
