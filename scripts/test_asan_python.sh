@@ -39,6 +39,6 @@ export PYTHONPATH=$ROOT/$build/site PYTHONMALLOC=malloc
 loaded=$("$PY" -c 'import w4a8; print(w4a8.__file__)' | tail -n 1)
 [ "$loaded" = "$site/__init__.py" ] || die "another w4a8 was loaded: $loaded"
 say "pytest with the sanitized extension"
-tests=(tests/python/test_{ops,moe,errors,storage,linear_ops,fuzz_ops,golden,kinds,decoder}.py)
+tests=(tests/python/test_{ops,moe,errors,storage,linear_ops,fuzz_ops,golden,kinds,decoder,fuzz_decoder}.py)
 select_pytest_options
 "$PY" -m pytest -q "${PYTEST_OPTIONS[@]}" -p no:cacheprovider "${select[@]}" "${tests[@]}" "$@"
