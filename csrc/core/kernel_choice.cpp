@@ -1,5 +1,7 @@
 #include "core/kernel_choice.h"
 
+#include <pthread.h>
+
 #include <cstdlib>
 #include <stdexcept>
 #include <utility>
@@ -19,12 +21,13 @@ const Kernel& kernel_named(std::string_view name, std::string_view source) {
 }
 
 const Kernel& default_kernel() {
-  // A throwing initializer is run again on the next call, so a bad value stays an error.
-  static const Kernel& kernel = []() -> const Kernel& {
-    const char* name = std::getenv("W4A8_KERNEL");
-    if (name != nullptr && *name != '\0') return kernel_named(name, "environment variable W4A8_KERNEL");
-    return kernel_choice().best();
-  }();
+  // Not a static variable that is initialized here: a child of a fork would wait for the thread that was doing it.
+  static std::atomic<const Kernel*> known{nullptr};
+  if (const Kernel* kernel = known.load()) return *kernel;
+  const char* name = std::getenv("W4A8_KERNEL");
+  const bool is_named = name != nullptr && *name != '\0';
+  const Kernel& kernel = is_named ? kernel_named(name, "environment variable W4A8_KERNEL") : kernel_choice().best();
+  known.store(&kernel);
   return kernel;
 }
 
@@ -105,6 +108,11 @@ bool KernelChoice::is_on(Entry& entry) {
 
 KernelChoice& kernel_choice() {
   static KernelChoice choice(runnable_kernels());
+  // A fork waits until no other thread compares kernels, which is for milliseconds at the first use.
+  [[maybe_unused]] static const int watches_forks = [] {
+    const auto unlock = [] { choice.mutex_.unlock(); };
+    return pthread_atfork([] { choice.mutex_.lock(); }, unlock, unlock);
+  }();
   return choice;
 }
 

@@ -37,6 +37,7 @@ class KernelChoice {
   std::vector<std::string> take_warnings();
 
  private:
+  friend KernelChoice& kernel_choice();
   struct Entry {
     const Kernel* kernel;
     bool is_known = false;

@@ -1,5 +1,7 @@
 // The ops of a decoder: checks, and what a plan points to is kept alive. The core computes.
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <cstring>
 #include <limits>
@@ -27,7 +29,7 @@ struct Decoder {
 
   DecoderPlan plan;
   int workers = 0;  // that it is cut for; 0: not yet
-  std::mutex mutex;
+  ProcessMutex mutex;
 
   // The memory of a tensor for the plan. The caller's tensor may get another storage.
   Tensor keep(const char* name, const Tensor& tensor) {
@@ -59,6 +61,7 @@ struct Decoder {
 
 class Decoders {
  public:
+  std::mutex& mutex() { return mutex_; }
   int64_t add(std::shared_ptr<Decoder> decoder) {
     const std::lock_guard<std::mutex> lock(mutex_);
     decoders_[++last_] = std::move(decoder);
@@ -87,6 +90,11 @@ Decoders& decoders() {
   static auto* all = new Decoders;  // not destroyed, since tensors may not outlive torch
   return *all;
 }
+// A fork waits until no other thread is in decoders(), which is for microseconds.
+[[maybe_unused]] const int watches_forks = [] {
+  const auto unlock = [] { decoders().mutex().unlock(); };
+  return pthread_atfork([] { decoders().mutex().lock(); }, unlock, unlock);
+}();
 
 int64_t number_of(const Tensor& decoder) {
   check_cpu({{"decoder", decoder}});
@@ -95,12 +103,25 @@ int64_t number_of(const Tensor& decoder) {
   return *input_data<int64_t>(decoder);
 }
 
-std::shared_ptr<Decoder> decoder_of(const Tensor& decoder) {
-  const int64_t number = number_of(decoder);
-  std::shared_ptr<Decoder> found = decoders().find(number);
-  W4A8_CHECK(found != nullptr, "decoder ", number, " does not exist, or was destroyed");
-  return found;
-}
+// A decoder for one call.
+class DecoderUse {
+ public:
+  explicit DecoderUse(const Tensor& decoder) {
+    const int64_t number = number_of(decoder);
+    decoder_ = decoders().find(number);
+    W4A8_CHECK(decoder_ != nullptr, "decoder ", number, " does not exist, or was destroyed");
+    W4A8_CHECK(decoder_->mutex.lock(), "decoder ", number, " was in use by another thread when this process was forked, ",
+               "expected a decoder that was not, or a new one");
+  }
+  ~DecoderUse() { decoder_->mutex.unlock(); }
+  DecoderUse(const DecoderUse&) = delete;
+  DecoderUse& operator=(const DecoderUse&) = delete;
+  Decoder* operator->() const { return decoder_.get(); }
+  Decoder& operator*() const { return *decoder_; }
+
+ private:
+  std::shared_ptr<Decoder> decoder_;
+};
 
 void check_count(const char* name, const OptionalTensor& tensor, int64_t count) {
   check_cpu({{name, tensor}});
@@ -233,8 +254,7 @@ void decoder_add_layer_cpu(const Tensor& decoder, Tensors qkv, const Tensor& out
                            int64_t activation_kind, double residual, const OptionalTensor& qkv_bias,
                            const OptionalTensor& out_bias, const OptionalTensor& q_up, const OptionalTensor& k_up,
                            const OptionalTensor& v_up) {
-  const std::shared_ptr<Decoder> found = decoder_of(decoder);
-  const std::lock_guard<std::mutex> lock(found->mutex);
+  const DecoderUse found(decoder);
   DecoderPlan& plan = found->plan;
   const int64_t hidden = plan.hidden;
   const float eps = plan.norm.eps;
@@ -316,8 +336,7 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
                              double routed_scaling_factor, const OptionalTensor& e_score_correction_bias,
                              int64_t activation_kind, const OptionalTensor& shared_gate, Optional<double> limit,
                              Optional<double> alpha, Optional<double> beta) {
-  const std::shared_ptr<Decoder> found = decoder_of(decoder);
-  const std::lock_guard<std::mutex> lock(found->mutex);
+  const DecoderUse found(decoder);
   check_cpu({{"router", router},
              {"router_bias", router_bias},
              {"w13_packed", w13_packed},
@@ -369,8 +388,7 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
 Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tensor& positions, Tensors caches,
                         Tensors block_tables, const Tensor& seq_lens, const Tensor& query_start_loc, Tensors ropes,
                         const OptionalTensor& rows, const OptionalTensor& normed, int64_t threads) {
-  const std::shared_ptr<Decoder> found = decoder_of(decoder);
-  const std::lock_guard<std::mutex> one_call(found->mutex);
+  const DecoderUse found(decoder);
   DecoderPlan& plan = found->plan;
   found->check_kept();
   check_cpu({{"hidden", hidden},

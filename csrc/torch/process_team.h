@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -32,8 +33,30 @@ inline void end_openmp_threads() {
 #endif
 }
 
+/// A mutex that knows the process of the thread that has it. In a child of a fork, threads of the parent do not exist.
+class ProcessMutex {
+ public:
+  /// False: a thread of the parent had it at the fork. What it guards is as that thread left it.
+  bool lock() {
+    const pid_t mine = getpid();
+    for (pid_t owner = 0; !owner_.compare_exchange_strong(owner, mine); owner = 0) {
+      if (owner != mine) return false;
+      owner_.wait(owner);
+    }
+    return true;
+  }
+  void unlock() {
+    owner_.store(0);
+    owner_.notify_one();
+  }
+
+ private:
+  std::atomic<pid_t> owner_{0};
+};
+
 /// The team of this process. Never destroyed: it ends with the process. A child of a fork has none of its threads and
-/// makes its own.
+/// makes its own. It leaves threads of OpenMP alone once the parent had a team: if the parent's calling thread had such
+/// threads, any use of them, and their end, waits in the child forever.
 class ProcessTeam {
 #if defined(__linux__)
   using Places = std::vector<cpu_set_t>;  // of each thread
@@ -46,6 +69,14 @@ class ProcessTeam {
 #endif
 
  public:
+  explicit ProcessTeam(ProcessTeam* parent) : process_(getpid()) {
+    if (parent == nullptr) return;
+    forked_ = parent->forked_ || parent->team_ != nullptr;
+    // Else a thread of the parent may have been writing it.
+    if (forked_ && parent->mutex_.try_lock()) places_ = parent->places_;
+  }
+  pid_t process() const { return process_; }
+
   /// For one call: the team of `threads` threads, 0: of as many as torch has. The caller works alone if another thread
   /// uses the team, if one thread is asked for, or if no team of that size exists and torch has another number of
   /// threads: a new team gets the CPUs of torch's threads.
@@ -59,6 +90,7 @@ class ProcessTeam {
       lock_ = team->lock();
       if (!lock_.owns_lock()) return;
       team_ = team;
+      if (owner.forked_) return;
       end_openmp_threads();
       places_ = owner.places_;
     }
@@ -82,7 +114,7 @@ class ProcessTeam {
   /// Waits until no thread of the team reads weights. To be called before they go away.
   void await_readers() {
     const std::lock_guard<std::mutex> making(mutex_);
-    if (team_ == nullptr || process_ != getpid()) return;
+    if (team_ == nullptr) return;
     std::unique_lock<std::mutex> mine = team_->lock();
     for (; !mine.owns_lock(); mine = team_->lock()) std::this_thread::yield();
     team_->await_readers();
@@ -92,9 +124,6 @@ class ProcessTeam {
   // mutex_ is held.
   Team* current(int wanted) {
     const int threads = wanted == 0 ? thread_count() : wanted;
-    const bool forked = process_ != getpid();
-    if (forked) static_cast<void>(team_.release());  // its threads are the parent's
-    process_ = getpid();
     if (threads <= 1) return nullptr;
     if (team_ == nullptr || team_->threads() != threads) {
       if (thread_count() != threads) return nullptr;
@@ -111,6 +140,10 @@ class ProcessTeam {
   // Each thread on the CPUs of the thread of torch with the same number: whoever loads a model may have bound the
   // calling one to a single CPU, which new threads inherit.
   std::unique_ptr<Team> make(int threads) {
+    if (forked_) {
+      if (places_ == nullptr || places_->size() != static_cast<std::size_t>(threads)) return std::make_unique<Team>(threads);
+      return std::make_unique<Team>(threads, [places = places_](int worker) { bind_thread(*places, worker); });
+    }
     places_ = nullptr;
 #if defined(__linux__)
     auto places = std::make_shared<Places>(static_cast<std::size_t>(threads));
@@ -138,11 +171,16 @@ class ProcessTeam {
   std::mutex mutex_;
   std::shared_ptr<const Places> places_;  // of the team's threads; null: they are alike
   std::unique_ptr<Team> team_;
-  pid_t process_ = 0;
+  const pid_t process_;
+  bool forked_ = false;  // from a process with a team
 };
 inline ProcessTeam& process_team() {
-  static auto* team = new ProcessTeam;
-  return *team;
+  static std::atomic<ProcessTeam*> team{nullptr};
+  ProcessTeam* known = team.load();
+  if (known != nullptr && known->process() == getpid()) return *known;
+  // The parent's stays as it is: its locks and its team may have been in use.
+  auto made = std::make_unique<ProcessTeam>(known);
+  return team.compare_exchange_strong(known, made.get()) ? *made.release() : *known;
 }
 
 }  // namespace w4a8

@@ -78,3 +78,60 @@ def test_torch_has_one_thread_between_steps_of_few_rows():
     done = subprocess.run([sys.executable, "-c", FEW_THREADS], cwd=where, capture_output=True, text=True, check=False)
     counts = ["2", "2", "2", "2", "1", "2", "2", "1", "2", "2", "2", "2", "2", "1", "2"]
     assert done.stdout.split() == ["True", *counts, "1", "True", "2"], done.stderr
+
+
+FORK = """
+import os, signal, sys, threading, time
+import torch
+from test_decoder import HIDDEN, Model
+
+torch.manual_seed(0)
+torch.set_num_threads(2)
+models, x = [Model(layers=1, experts=4), Model(layers=1)], torch.randn(200, HIDDEN)
+expected = [model.step(x[:3], [3], [3]) for model in models]
+stopping = threading.Event()
+
+def steps():
+    while not stopping.is_set():
+        models[0].step(x, [200], [200])
+
+thread = threading.Thread(target=steps)
+if sys.argv[1] == "a step":
+    thread.start()
+    time.sleep(0.1)
+else:
+    torch.randn(1 << 20).add_(1)  # on threads of OpenMP
+
+def child(number):
+    signal.alarm(60)  # a hang ends as a signal
+    try:
+        same = all(torch.equal(models[number].step(x[:3], [3], [3]), expected[number]) for _ in range(9))
+        return "same" if same else "other bits"
+    except RuntimeError as error:
+        return str(error)
+
+for number in (0, 1, 1, 0, 0, 1, 0, 0):
+    pid = os.fork()
+    if pid == 0:
+        print(number, child(number), flush=True)
+        os._exit(0)
+    if os.waitpid(pid, 0)[1] != 0:
+        print(number, "hangs")
+stopping.set()
+if thread.ident is not None:
+    thread.join()
+"""
+IN_USE = "was in use by another thread when this process was forked, expected a decoder that was not, or a new one"
+
+
+@pytest.mark.parametrize("meanwhile", ["a step", "nothing"])
+def test_a_child_of_a_fork_steps(meanwhile):
+    """Of a decoder that a thread of the parent was in, an error; of others the same bits. Behind "nothing", the calling
+    thread of the parent had threads of OpenMP, which the child must not wait for."""
+    command = [sys.executable, "-c", FORK, meanwhile]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 8, done.stderr
+    for line in lines:
+        refused = meanwhile == "a step" and line.startswith("0 w4a8::decoder_step: decoder ") and line.endswith(IN_USE)
+        assert line in ("0 same", "1 same") or refused, line
