@@ -141,7 +141,8 @@ class ProcessTeam {
   // calling one to a single CPU, which new threads inherit.
   std::unique_ptr<Team> make(int threads) {
     if (forked_) {
-      if (places_ == nullptr || places_->size() != static_cast<std::size_t>(threads)) return std::make_unique<Team>(threads);
+      if (places_ == nullptr || places_->size() != static_cast<std::size_t>(threads))
+        return std::make_unique<Team>(threads);
       return std::make_unique<Team>(threads, [places = places_](int worker) { bind_thread(*places, worker); });
     }
     places_ = nullptr;
