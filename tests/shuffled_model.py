@@ -52,7 +52,7 @@ def in_small_files(folder: Path, **sizes: int) -> None:
 
     config = transformers.Qwen3MoeConfig(
         vocab_size=512, intermediate_size=512, num_attention_heads=4, num_key_value_heads=2, head_dim=64,
-        num_experts_per_tok=8, max_position_embeddings=512, **sizes,
+        num_experts_per_tok=4, max_position_embeddings=512, **sizes,
     )  # fmt: skip
     with torch.device("meta"):
         model = transformers.Qwen3MoeForCausalLM(config).bfloat16()
