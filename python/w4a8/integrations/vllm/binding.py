@@ -56,18 +56,8 @@ def in_words(cpus: Collection[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def say_cpus() -> None:
-    """Lets vLLM's loaders log the CPUs of each rank after loading a model.
-
-    Raises:
-        RuntimeError: vLLM's loaders are not as expected.
-    """
-    from w4a8.integrations.vllm.loaded import after_loading
-
-    after_loading(_say)
-
-
-def _say(model: Any, vllm_config: Any, model_config: Any) -> None:
+def say_cpus(vllm_config: Any) -> None:
+    """Logs the CPUs of this rank, and a warning if cores compute nothing though the user chose no CPUs."""
     from w4a8.integrations.vllm.log import logger
 
     engine = multiprocessing.parent_process()

@@ -17,6 +17,7 @@ from w4a8.core.activation_groups import in_words
 from w4a8.core.memory import move_together
 from w4a8.core.words import counted, gigabytes, weights_in_words
 from w4a8.cpu import active_kernel
+from w4a8.integrations.vllm.binding import say_cpus
 from w4a8.integrations.vllm.log import logger
 from w4a8.ops import PackedHeader, read_header
 
@@ -128,5 +129,6 @@ def say_what_is_loaded() -> None:
 def _say(model: Any, vllm_config: Any, model_config: Any) -> None:
     try:
         logger().info("w4a8: %s", summary(model))
+        say_cpus(vllm_config)
     except Exception as error:  # a line in the log stops no server
         logger().warning("w4a8: cannot say what runs here: %s: %s", type(error).__name__, error)

@@ -19,7 +19,6 @@ PARTS = (
     ("compute latent attention", "latent_attention", "register"),
     ("read settings of additional_config", "settings", "read_arguments"),
     ("say what runs in a loaded model", "loaded", "say_what_is_loaded"),
-    ("say on which CPUs it runs", "binding", "say_cpus"),
     ("move small matrices together", "loaded", "move_weights_together"),
     ("run all layers in one call", "decoder", "register"),
 )
