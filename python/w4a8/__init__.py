@@ -1,7 +1,7 @@
 """w4a8: int4-weight, int8-activation matmul and mixture-of-experts operators for CPUs.
 
 Importing this package registers the operators ``torch.ops.w4a8.*`` with PyTorch. ``w4a8.ops`` has typed wrappers of the
-operators, exported here. ``load``, ``quantize_``, ``Decoder`` and the packages ``checkpoint``, ``formats``, ``nn`` and
+operators, exported here. ``quantize_``, ``Decoder`` and the packages ``checkpoint``, ``formats``, ``nn`` and
 ``quantization`` are imported at their first use. The command ``w4a8 doctor`` shows what this machine can run.
 """
 
@@ -29,7 +29,6 @@ from w4a8.ops import (
 )
 
 if TYPE_CHECKING:
-    from w4a8.checkpoint import load
     from w4a8.decoder import Decoder
     from w4a8.quantization import quantize_
 
@@ -52,7 +51,6 @@ __all__ = [
     "dynamic_per_token_int8_quant",
     "int4_gemm_w4a8",
     "kernels",
-    "load",
     "paged_attention",
     "paged_attention_write",
     "quantize_",
@@ -62,7 +60,7 @@ __all__ = [
     "use_kernel",
 ]
 
-_FUNCTIONS = {"Decoder": "w4a8.decoder", "load": "w4a8.checkpoint", "quantize_": "w4a8.quantization"}
+_FUNCTIONS = {"Decoder": "w4a8.decoder", "quantize_": "w4a8.quantization"}
 _PACKAGES = ("checkpoint", "formats", "nn", "quantization")
 
 

@@ -119,7 +119,7 @@ def test_release_leaves_what_is_beside(tmp_path):
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    from w4a8.integrations.transformers.memory import Pages
+    from w4a8.core.pages import Pages
 
     path = tmp_path / "model.safetensors"
     stored = {name: torch.randint(256, (size,), dtype=torch.uint8) for name, size in zip("abc", (5001, 1 << 20, 5003))}

@@ -1,7 +1,6 @@
 """Checkpoints of quantized models (docs/formats.md, "Loading without a framework")."""
 
-from w4a8.checkpoint.reader import load, load_linear
-from w4a8.checkpoint.settings import MoESettings, read_settings
+from w4a8.checkpoint.layers import open_source, read_layers
 from w4a8.core.json_fields import CheckpointError
 
-__all__ = ["CheckpointError", "MoESettings", "load", "load_linear", "read_settings"]
+__all__ = ["CheckpointError", "open_source", "read_layers"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,32 +62,8 @@ _DENSE = {"feed_forward_length": "intermediate_size"}
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 _QWEN_EXPERTS = _EXPERTS | {"expert_feed_forward_length": "moe_intermediate_size"}
 _LOCAL_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
-# Linear layers by tensors, less "blk.<n>." and ".weight", for readers without a model (gguf_names.py).
-_LAYER = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}
-_SHARED_EXPERTS = {f"ffn_{each}_shexp": f"mlp.shared_experts.{each}_proj" for each in ("gate", "up", "down")}
 # Tensors that are no weights of a model: the config has the rope_* tensors; the scales belong to a matrix of NVFP4.
 BESIDE = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight", ".scale", ".input_scale")
-# Of multi-head latent attention.
-_MLA = {
-    "attn_q_a": "self_attn.q_a_proj",
-    "attn_q_b": "self_attn.q_b_proj",
-    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
-    "attn_kv_b": "self_attn.kv_b_proj",
-}
-_TENSOR = re.compile(r"blk\.(\d{1,4})\.(\w+)\.weight")
 
 
 @dataclass(frozen=True)
@@ -107,7 +82,6 @@ class Routing:
         on_input: the weights of experts multiply their input.
         in_config: defaults for fields missing in a config.json, by keys, if they differ from the defaults above; and
             values that only a config.json has.
-        also: a second name of transformers' class for the field of ``expert_count``.
     """
 
     gating: int = SOFTMAX
@@ -119,7 +93,6 @@ class Routing:
     is_known: bool = False
     on_input: bool = False
     in_config: Mapping[str, Any] = field(default_factory=dict)
-    also: str | None = None
 
     def router(self, renormalize: bool, scale: float, groups: int, kept: int) -> Router:
         """The router of a model, by the values of NORM, SCALE, GROUPS and KEPT_GROUPS from keys or a config."""
@@ -155,8 +128,6 @@ class Architecture:
         features: more fields (gguf_features.py), in this order.
         routing: of the experts, or None.
         eps: the key of the epsilon of norms, and the field.
-        names: names of tensors that differ from most architectures', for readers without a model. None: such readers
-            cannot read the file's linear layers.
         turned: rows of q and k are in ggml's order: in each head the rows that are rotated together are neighbours.
         transposed: stacks of experts are transposed in the model.
         in_turns: gate and up alternate in the last dimension of their stack.
@@ -171,7 +142,6 @@ class Architecture:
     model_type: str
     keys: Mapping[str, str] = field(default_factory=lambda: _DENSE)
     routing: Routing | None = None
-    names: Mapping[str, str] | None = None
     optional: Mapping[str, str] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
     features: tuple[Feature, ...] = (heads,)
@@ -192,14 +162,6 @@ class Architecture:
         found |= set() if "intermediate_size" in self.keys.values() else {"feed_forward_length"}
         return frozenset(found | (self.routing.keys if self.routing is not None else set()))
 
-    def linear_layer(self, tensor: str) -> str | None:
-        """The linear layer in transformers with this tensor as weight; None: there is none, or it is not known."""
-        match = _TENSOR.fullmatch(tensor)
-        if self.names is None or match is None:
-            return "lm_head" if self.names is not None and tensor == "output.weight" else None
-        module = self.names.get(match[2], _LAYER.get(match[2]))
-        return None if module is None else f"model.layers.{match[1]}.{module}"
-
 
 _ROUTED = {
     "expert_count": "n_routed_experts",
@@ -210,9 +172,7 @@ _ROUTED = {
 _LEADING = {"leading_dense_block_count": "first_k_dense_replace"}
 _GROUPED = {SCALE: "routed_scaling_factor", GROUPS: "n_group"}
 _BIASED = {"follows": {NORM: "norm_topk_prob", **_GROUPED}, "has_bias": True}
-_DEEPSEEK_NAMES = _SHARED_EXPERTS | _MLA
 _DEEPSEEK_CONFIG = {NORM: True, SCALE: 2.5, GROUPS: 8, KEPT_GROUPS: 4}
-_OSS_NAMES = {"ffn_gate_inp": "mlp.router"}
 _NO_DENSE = {"first_k_dense_replace": 0}
 _NO_MTP = _NO_DENSE | {"num_nextn_predict_layers": 0}
 _SHARED = {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
@@ -229,13 +189,12 @@ _GRANITE_EXPERTS = Routing(renormalize=True, size_key="feed_forward_length", fol
 _DELTA_NET = (heads_in_part, gated_delta_net)
 # By general.architecture, or the name from `named`.
 ARCHITECTURES = {
-    "llama": Architecture("Llama", "llama", names={}, turned=True, told_by=("expert_count",)),
+    "llama": Architecture("Llama", "llama", turned=True, told_by=("expert_count",)),
     "mixtral": Architecture(
         "Mixtral",
         "mixtral",
         _DENSE | _LOCAL_EXPERTS,
-        Routing(renormalize=True, size_key="feed_forward_length", follows={}, is_known=True, also="num_experts"),
-        {},
+        Routing(renormalize=True, size_key="feed_forward_length", follows={}, is_known=True),
         turned=True,
     ),
     "gemma2": Architecture(
@@ -249,7 +208,6 @@ ARCHITECTURES = {
     "gemma3": Architecture(
         "Gemma3",
         "gemma3_text",
-        names={},
         features=(heads, windows(6), attention_scale(62), soft_caps, two_rotations(10000.0)),
         norm_plus=1,
     ),
@@ -260,15 +218,14 @@ ARCHITECTURES = {
         routing=Routing(renormalize=True, activation=MoEActivation.GELU_TANH, follows={}),
         features=(gemma4, soft_caps),
     ),
-    "qwen2": Architecture("Qwen2", "qwen2", names={}),
-    "qwen3": Architecture("Qwen3", "qwen3", names={}),
-    "qwen2moe": Architecture("Qwen2Moe", "qwen2_moe", _QWEN_EXPERTS | _SHARED, Routing(is_known=True), {}),
+    "qwen2": Architecture("Qwen2", "qwen2"),
+    "qwen3": Architecture("Qwen3", "qwen3"),
+    "qwen2moe": Architecture("Qwen2Moe", "qwen2_moe", _QWEN_EXPERTS | _SHARED, Routing(is_known=True)),
     "qwen3moe": Architecture(
         "Qwen3Moe",
         "qwen3_moe",
         _QWEN_EXPERTS,
-        Routing(renormalize=True, is_known=True, in_config={NORM: False}, also="num_local_experts"),
-        {},
+        Routing(renormalize=True, is_known=True, in_config={NORM: False}),
     ),
     "qwen3next": Architecture(
         "Qwen3Next",
@@ -296,8 +253,7 @@ ARCHITECTURES = {
         "Olmoe",
         "olmoe",
         _DENSE | _EXPERTS,
-        Routing(size_key="feed_forward_length", is_known=True, also="num_local_experts"),
-        {},
+        Routing(size_key="feed_forward_length", is_known=True),
     ),
     "olmo2": Architecture("Olmo2", "olmo2", told_by=("attention.sliding_window",)),
     "olmo3": Architecture("Olmo3", "olmo3", features=(heads, windows(4), two_rotations())),
@@ -305,8 +261,7 @@ ARCHITECTURES = {
         "GptOss",
         "gpt_oss",
         _LOCAL_EXPERTS | {"expert_feed_forward_length": "intermediate_size"},
-        Routing(SOFTMAX_OF_SELECTED, activation=MoEActivation.SWIGLUOAI, follows={}, is_known=True, also="num_experts"),
-        _OSS_NAMES,
+        Routing(SOFTMAX_OF_SELECTED, activation=MoEActivation.SWIGLUOAI, follows={}, is_known=True),
         features=(heads, windows(2), yarn_of_gpt_oss),
         transposed=True,
         in_turns=True,
@@ -315,8 +270,7 @@ ARCHITECTURES = {
         "DeepseekV2",
         "deepseek_v2",
         _DENSE | _ROUTED,
-        Routing(follows=_GROUPED, is_known=True, in_config={NORM: False}, also="num_experts"),
-        _DEEPSEEK_NAMES,
+        Routing(follows=_GROUPED, is_known=True, in_config={NORM: False}),
         optional=_LEADING,
         constants=_NO_DENSE,
         features=(latent_attention, greedy_or_grouped),
@@ -325,8 +279,7 @@ ARCHITECTURES = {
         "DeepseekV3",
         "deepseek_v3",
         _DENSE | _ROUTED,
-        Routing(SIGMOID, **_BIASED, is_known=True, in_config=_DEEPSEEK_CONFIG, also="num_local_experts"),
-        _DEEPSEEK_NAMES,
+        Routing(SIGMOID, **_BIASED, is_known=True, in_config=_DEEPSEEK_CONFIG),
         optional=_LEADING,
         constants=_NO_MTP | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
         features=(latent_attention,),
@@ -344,8 +297,7 @@ ARCHITECTURES = {
         "Glm4Moe",
         "glm4_moe",
         _DENSE | _ROUTED,
-        Routing(SIGMOID, renormalize=True, **_BIASED, is_known=True, also="num_local_experts"),
-        _SHARED_EXPERTS,
+        Routing(SIGMOID, renormalize=True, **_BIASED, is_known=True),
         optional=_LEADING,
         constants=_NO_MTP,
         features=(heads_in_part, norms_of_heads),
@@ -354,7 +306,7 @@ ARCHITECTURES = {
         "MiniMaxM2",
         "minimax_m2",
         _LOCAL_EXPERTS | {"expert_feed_forward_length": "intermediate_size", "rope.dimension_count": "rotary_dim"},
-        Routing(SIGMOID, renormalize=True, follows={}, has_bias=True, is_known=True, also="num_experts"),
+        Routing(SIGMOID, renormalize=True, follows={}, has_bias=True, is_known=True),
         constants={"scoring_func": "sigmoid", "use_routing_bias": True},
         features=(heads_in_part,),
     ),

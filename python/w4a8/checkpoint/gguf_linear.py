@@ -1,9 +1,11 @@
-"""The linear layers of a GGUF file, packed. Codes stay as they are."""
+"""The weights of a GGUF file. Codes stay as they are."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -14,15 +16,15 @@ from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.checkpoint.gguf_key_table import check_keys
 from w4a8.checkpoint.gguf_keys import Keys
 from w4a8.checkpoint.gguf_names import Source
-from w4a8.core.activation_groups import resolve_activation_group
 from w4a8.core.json_fields import CheckpointError, shorten
-from w4a8.core.matrix import Matrix, joined
-from w4a8.core.stack import MatrixStack
+from w4a8.core.matrix import SUPER, Matrix, joined
+from w4a8.core.weight import ExpertWeights, Weight
 from w4a8.formats.gguf_blocks import TYPES
-from w4a8.nn import W4A8Linear, W8A8Linear
-from w4a8.nn.linear import linear_class
 
 AT_ONCE = 1 << 25  # weights that are unpacked at once
+_STACK = re.compile(r"blk\.([0-9]{1,4})\.ffn_(gate_up|gate|up|down)_exps\.weight")
+# Kind of a stack in a layer with a gate, and without.
+_SHARDS = {"gate": "w1", "up": "w3", "down": "w2", "gate_up": "w13"}
 _HEADS = {"attn_q": "head_count", "attn_k": "head_count_kv"}
 # Of linear attention: tensors whose rows are value heads; and tensors with key heads before the value heads.
 _OF_VALUES = ("attn_gate", "ssm_alpha", "ssm_beta", "ssm_a", "ssm_dt")
@@ -123,28 +125,85 @@ class GGUFLinears:
         parts = torch.arange(rows).split(counts)
         return torch.cat([part.view(keys, -1) for part in parts], 1).flatten()
 
-    def linear(self, names: Sequence[str], activation_group: int | None) -> W4A8Linear | W8A8Linear:
-        """A packed matrix, of one tensor in blocks (``blk.0.attn_q.weight`` say) or of several.
+    def weight(self, names: Sequence[str]) -> Weight:
+        """The weight of one tensor in blocks, or of several, one below the other, made one kind by :func:`joined`.
 
-        A ``.bias`` beside one tensor is the layer's. ``activation_group`` is as of :func:`w4a8.load`.
+        A ``.bias`` beside one tensor is the layer's. A tensor of three dimensions is a stack of experts.
 
         Raises:
-            ValueError: the operators cannot run it, or ``activation_group`` does not fit.
+            CheckpointError: a tensor is a float, or has another number of dimensions.
         """
-        rows, columns = sum(self.file.tensors[name].shape[0] for name in names), self.file.tensors[names[0]].shape[-1]
+        name, file, types = names[0], self.file, " and ".join(dict.fromkeys(map(self.file.type_name, names)))
+        tensor = file.tensors[name]
         if len(names) > 1:
-            whole, order = joined([each for name in names for _, each in self.pieces(name)]), self.joined_order(names)
-            bias, found = None, [(0, whole if order is None else whole.with_rows(order))]
-            group = whole.group
-        else:
-            bias, found = self.bias(names[0]), self.pieces(names[0])
-            group = TYPES[self.file.tensors[names[0]].type].group
-        activations = resolve_activation_group(activation_group, group, columns)
-        how = {"bias_dtype": None if bias is None else torch.float32, "activation_group": activations}
-        stack = MatrixStack(1, rows, columns, group, **how)
-        for row, matrix in found:
-            stack.put(0, row, matrix if bias is None else replace(matrix, bias=bias[row : row + matrix.rows]))
-        return linear_class(matrix.kind)(stack.pack()[0], columns, rows, group)
+            first = joined([file.matrix(each, 0, 1) for each in names])
+            shape = sum(file.tensors[each].shape[0] for each in names), tensor.shape[-1]
+            return Weight(", ".join(names), shape, first.group, partial(self._joined_rows, names), tuple(names), types)
+        if not 2 <= len(tensor.shape) <= 3:
+            raise CheckpointError(f"tensor {name!r} has shape {tensor.shape}, expected 2 or 3 dimensions")
+        if file.is_float(name):
+            raise CheckpointError(f"tensor {name!r} is {types}, but a quantized type is expected")
+        block, bias = TYPES[tensor.type], f"{name.removesuffix('.weight')}.bias"
+        unit = SUPER if block.weights == SUPER else block.group
+        read = self._rows if len(tensor.shape) == 2 else self._rows_of_an_expert
+        if bias in file:
+            file.expect_shape(bias, tensor.shape[:-1])
+        bias_type = torch.float32 if bias in file else None
+        return Weight(name, tensor.shape, block.group, partial(read, name), tensor.type, types, unit, bias_type)
+
+    def experts(self, names: Iterable[str], layer: str) -> ExpertWeights:
+        """The experts of one layer, by the names of its tensors; biases may be among them.
+
+        Args:
+            names: of the stacks: gate, up and down; gate_up and down; without a gate up and down.
+            layer: the name in the model.
+
+        Raises:
+            CheckpointError: other stacks, types or shapes.
+        """
+        stacks = {match[2]: match[0] for match in map(_STACK.fullmatch, sorted(names)) if match is not None}
+        if set(stacks) not in ({"gate", "up", "down"}, {"gate_up", "down"}, {"up", "down"}):
+            raise CheckpointError(f"{layer} has the stacks of experts {', '.join(stacks)}, expected gate, up, down")
+        shards = {**_SHARDS, "up": "w3" if "gate" in stacks else "w1"}
+        found = {shards[stack]: [self.weight([name])] for stack, name in stacks.items()}
+        try:
+            return ExpertWeights(layer, found)
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
+
+    def layers(self) -> dict[str, list[Weight] | ExpertWeights]:
+        """The matrices in blocks by their names, without embeddings; the experts of a layer as ``blk.<n>.experts``."""
+        found: dict[str, list[Weight] | ExpertWeights] = {}
+        stacks: dict[str, list[str]] = {}
+        for name, tensor in self.file.tensors.items():
+            match = _STACK.fullmatch(name)
+            if match is not None and not self.keys.is_left_out(name):
+                stacks.setdefault(f"blk.{match[1]}.experts", []).append(name)
+            is_matrix = len(tensor.shape) == 2 and name.endswith(".weight") and "_embd" not in name
+            if is_matrix and not self.file.is_float(name) and not self.keys.is_left_out(name):
+                found[name.removesuffix(".weight")] = [self.weight([name])]
+        return found | {layer: self.experts(names, layer) for layer, names in stacks.items()}
+
+    def _rows(self, name: str, begin: int, end: int) -> Iterator[tuple[int, Matrix]]:
+        """As :attr:`Weight.read`, of a matrix."""
+        bias = self.bias(name)
+        for row, matrix in self.pieces(name, begin, end):
+            own = None if bias is None else bias[row : row + matrix.rows]
+            yield row - begin, matrix if own is None else replace(matrix, bias=own)
+
+    def _rows_of_an_expert(self, name: str, begin: int, end: int) -> Iterator[tuple[int, Matrix]]:
+        """As :attr:`Weight.read`, of a stack."""
+        matrix, bias = self.file.matrix(name, begin, end), f"{name.removesuffix('.weight')}.bias"
+        if bias in self.file:
+            expert, first = divmod(begin, self.file.tensors[name].shape[1])
+            matrix = replace(matrix, bias=self.file.floats(bias, expert, expert + 1)[0].float()[first:][: end - begin])
+        yield 0, matrix
+
+    def _joined_rows(self, names: Sequence[str], begin: int, end: int) -> Iterator[tuple[int, Matrix]]:
+        """As :attr:`Weight.read`, of several tensors."""
+        whole, order = joined([each for name in names for _, each in self.pieces(name)]), self.joined_order(names)
+        whole = whole if order is None else whole.with_rows(order)
+        yield 0, whole.with_rows(slice(begin, end))
 
     def bias(self, name: str) -> torch.Tensor | None:
         """Bias float32 [N] of the layer of a ``.weight`` [N, K]; None: no bias.
@@ -222,26 +281,6 @@ class GGUFLinears:
             gate_up = values if len(values) == 2 else first.chunk(2, 1)
             first = torch.stack(tuple(gate_up), 2 if self.architecture.in_turns else 1).flatten(1, 2)
         return first.transpose(1, 2).contiguous() if self.architecture.transposed and first.dim() == 3 else first
-
-    def layers(self) -> dict[str, str]:
-        """Name in transformers -> tensor, of linear layers in blocks: no experts, no embeddings.
-
-        Raises:
-            CheckpointError: the names of the architecture are not known without a model.
-        """
-        if self.architecture.names is None:
-            known = ", ".join(sorted(name for name, each in ARCHITECTURES.items() if each.names is not None))
-            raise CheckpointError(
-                f"general.architecture is {self.keys.architecture!r}, whose linear layers have no names here without a "
-                f"model (known: {known}): load it with transformers"
-            )
-        found = {}
-        for name, tensor in self.file.tensors.items():
-            layer = self.architecture.linear_layer(name)
-            is_packed = len(tensor.shape) == 2 and not self.file.is_float(name)
-            if layer is not None and is_packed and not self.keys.is_left_out(name):
-                found[layer] = name
-        return found
 
 
 def without_ones(shape: Sequence[int]) -> tuple[int, ...]:

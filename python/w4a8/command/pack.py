@@ -203,7 +203,7 @@ def _compare(model: Any, folder: Path, same: Callable[..., bool] | None = None, 
     Raises:
         RuntimeError: a tensor differs; names the tensor.
     """
-    from w4a8.integrations.transformers.memory import Pages
+    from w4a8.core.pages import Pages
 
     written = type(model).from_pretrained(folder, **options).state_dict()
     pages = Pages(map(str, folder.glob("*.safetensors")))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -63,8 +64,10 @@ class ExpertSizes:
         """Scales in a row of ``columns`` columns, in groups of ``group_size``."""
         return 1 if self.group_size == -1 else columns // self.group_size
 
-    def activation_groups(self, asked: int | None) -> dict[str, int]:
+    def activation_groups(self, asked: int | Mapping[str, int | None] | None) -> dict[str, int]:
         """The activation group of each of the two stacks, by name (:func:`resolve_activation_group`).
+
+        ``asked`` is for both, or for each by its name.
 
         Raises:
             ValueError: ``asked`` does not fit a stack; names the stack.
@@ -72,7 +75,8 @@ class ExpertSizes:
         found = {}
         for name, _, columns in self.stacks:
             try:
-                found[name] = resolve_activation_group(asked, self.group_sizes[name], columns)
+                mine = asked[name] if isinstance(asked, Mapping) else asked
+                found[name] = resolve_activation_group(mine, self.group_sizes[name], columns)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
         return found

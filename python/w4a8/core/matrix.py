@@ -63,6 +63,19 @@ class PackedAs:
             name == _SUPER,
         )
 
+    def header(self, group_size: int, columns: int) -> dict[str, object]:
+        """The fields of the header of a matrix in this form that :func:`w4a8.core.words.weights_in_words` reads."""
+        one_level = not self.channel_scales and not self.super_scales
+        levels = _TWO_LEVELS if self.channel_scales else _SUPER
+        return {
+            "values": self.kind.value,
+            "scale_dtype": scale_type_name(self.scale_dtype) if one_level else levels,
+            "group": columns if group_size == -1 else group_size,
+            "k": columns,
+            "has_zero_points": self.zero_points,
+            "has_minimums": self.minimums,
+        }
+
 
 def pack_codes(
     codes: torch.Tensor,
@@ -347,22 +360,6 @@ class Matrix:
     def on_meta(self) -> Matrix:
         """The matrix on the meta device."""
         return replace(self, **{name: tensor.to("meta") for name, tensor in self.tensors().items()})
-
-    @property
-    def header(self) -> dict[str, object]:
-        """The fields of the packed matrix's header that :func:`w4a8.core.words.weights_in_words` reads."""
-        dtype = _TWO_LEVELS if self.super_scales is None else _SUPER
-        if self.channel_scales is None and self.super_scales is None:
-            both = self.scales if self.minimums is None else torch.cat((self.scales, self.minimums), -1)
-            dtype = scale_type_name(next(kept_scale_dtypes(both, self.kind, self.group, self.columns)))
-        return {
-            "values": self.kind.value,
-            "scale_dtype": dtype,
-            "group": self.group,
-            "k": self.columns,
-            "has_zero_points": self.kind.needed_zero_points(self.zero_points) is not None,
-            "has_minimums": self.minimums is not None,
-        }
 
     def pack(self, scale_dtype: torch.dtype | None = None, *, activation_group: int | None = PER_TOKEN) -> torch.Tensor:
         """uint8 [bytes], as the operators take it; ``scale_dtype`` as in :func:`pack_codes`.

@@ -1,15 +1,120 @@
-"""Packs the experts of a layer, matrix by matrix, in any order."""
+"""Packs the weights of linear layers, and the experts of a layer, matrix by matrix."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from w4a8.core.activation_groups import PER_TOKEN
+from w4a8.core.activation_groups import PER_TOKEN, resolve_activation_group
 from w4a8.core.experts import ExpertSizes, gate_and_up
 from w4a8.core.matrix import Matrix, PackedAs
 from w4a8.core.stack import MatrixStack
+from w4a8.core.weight import Cut, ExpertWeights, wanted_activation_group
+from w4a8.ops import read_header
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A packed matrix.
+
+    Attributes:
+        bytes: uint8 [bytes].
+        rows, columns: N and K.
+        group: values of k that share a scale.
+        form: of the matrix.
+        has_bias: the matrix has the bias.
+    """
+
+    bytes: torch.Tensor
+    rows: int
+    columns: int
+    group: int
+    form: PackedAs
+    has_bias: bool
+
+
+def pack_rows(
+    cuts: Sequence[Cut], activation_group: int | None, packed_as: PackedAs | None = None, padding: int = 0
+) -> Packed:
+    """Packs parts of weights as one matrix, one part below the other. One piece of rows is in memory at a time.
+
+    Args:
+        cuts: of weights of one :attr:`Weight.form`, all with the same number of columns.
+        activation_group: the one that the user asks for, or None.
+        packed_as: the form of an earlier matrix in whose place this one is put; None: the form that the parts need.
+        padding: rows of zeros behind the parts.
+
+    Raises:
+        ValueError: parts that do not fit each other, values that the operators do not have, or an activation group that
+            does not fit.
+    """
+    rows, columns, group = sum(cut.rows for cut in cuts) + padding, cuts[0].columns, cuts[0].weight.group
+    whole = columns if group == -1 else group
+    stored = cuts[0].weight.packed
+    if stored is not None and len(cuts) == 1 and cuts[0].is_whole and padding == 0 and packed_as is None:
+        header = read_header(packed := stored())
+        return Packed(packed, rows, columns, whole, PackedAs.of_header(header), header["has_bias"])
+    wanted = wanted_activation_group([cut.weight for cut in cuts], activation_group)
+    activations = resolve_activation_group(wanted, group, columns)
+    has_bias = any(cut.has_bias for cut in cuts)
+    bias = torch.float32 if has_bias else None
+    stack, row = MatrixStack(1, rows, columns, group, bias, packed_as, activation_group=activations), 0
+    for cut in cuts:
+        for at, matrix in cut.read():
+            stack.put(0, row + at, matrix, has_bias=matrix.bias is not None)
+        row += cut.rows
+    if padding:
+        stack.put(0, row, cuts[0].zeros(padding), has_bias=False)
+    return Packed(stack.pack()[0], rows, columns, whole, stack.packed_as, has_bias)
+
+
+def pack_experts(
+    experts: ExpertWeights,
+    local: Sequence[int],
+    activation_group: int | None,
+    rank: int = 0,
+    ranks: int = 1,
+    packed_one: Callable[[], object] = lambda: None,
+) -> tuple[ExpertSizes, dict[str, torch.Tensor], dict[str, PackedAs]]:
+    """Packs this rank's part of the experts of a layer. One matrix is in memory at a time.
+
+    Args:
+        experts: of the layer.
+        local: numbers of the experts that this rank holds.
+        activation_group: the one that the user asks for, or None.
+        rank, ranks: this tensor-parallel rank, and their number.
+        packed_one: called after each expert.
+
+    Returns:
+        Sizes of the experts here; ``w13`` and ``w2``, uint8 [E, bytes]; and their forms.
+
+    Raises:
+        ValueError: matrices that do not fit each other, the ranks or the operators; names the matrix.
+    """
+    if experts.intermediate % ranks != 0:
+        raise ValueError(f"intermediate_size {experts.intermediate} cannot be cut for {ranks} tensor-parallel ranks")
+    (group, down), part = experts.group_sizes, experts.intermediate // ranks
+    sizes = ExpertSizes(len(local), experts.hidden, part, group, experts.is_gated, down)
+    stored = {"w2" if shard == "w2" else "w13": weights[0] for shard, weights in experts.shards.items()}
+    if ranks == 1 and all(weight.packed is not None for weight in stored.values()):
+        packed = {stack: weight.packed() for stack, weight in stored.items()}
+        forms = {stack: PackedAs.of_header(read_header(found[0])) for stack, found in packed.items()}
+        is_part = len(local) < experts.experts
+        return sizes, {stack: found[list(local)] if is_part else found for stack, found in packed.items()}, forms
+    wanted = {
+        stack: wanted_activation_group([weight] if weight.is_fixed else experts.all, activation_group)
+        for stack, weight in stored.items()
+    }
+    groups = sizes.activation_groups(wanted)
+    packer = ExpertPacker(sizes, experts.bias, rank, ranks, experts.interleaved, activation_groups=groups)
+    for index, expert in enumerate(local):
+        for shard, matrix, name in experts.matrices(expert):
+            packer.put(index, shard, matrix, name)
+        packed_one()
+    forms = {name: stack.packed_as for name, stack in packer.stacks.items()}
+    return sizes, packer.pack(), forms
 
 
 class ExpertPacker:

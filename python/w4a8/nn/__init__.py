@@ -5,7 +5,6 @@ from w4a8.core.experts import ExpertSizes, determine_expert_map
 from w4a8.core.routing import RoutingMethodType
 from w4a8.nn.experts import W4A8Experts
 from w4a8.nn.linear import W4A8Linear, W8A8Linear, linear_from_matrix
-from w4a8.nn.moe_layer import W4A8MoE
 from w4a8.nn.options import QuantOptions
 
 __all__ = [
@@ -16,7 +15,6 @@ __all__ = [
     "RoutingMethodType",
     "W4A8Experts",
     "W4A8Linear",
-    "W4A8MoE",
     "W8A8Linear",
     "determine_expert_map",
     "linear_from_matrix",

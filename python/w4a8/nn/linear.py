@@ -8,6 +8,7 @@ import torch
 
 from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix
+from w4a8.core.packer import Packed
 from w4a8.nn.compensation import Inputs, round_compensated
 from w4a8.nn.options import QuantOptions
 from w4a8.nn.packed import PackedLinear
@@ -65,6 +66,11 @@ class W8A8Linear(PackedLinear):
 def linear_class(kind: str) -> type[W4A8Linear] | type[W8A8Linear]:
     """The class of layers for a :class:`Kind` of codes."""
     return W8A8Linear if kind == Kind.INT8 else W4A8Linear
+
+
+def linear_from_packed(packed: Packed) -> W4A8Linear | W8A8Linear:
+    """The layer of a packed matrix."""
+    return linear_class(packed.form.kind)(packed.bytes, packed.columns, packed.rows, packed.group)
 
 
 def linear_from_matrix(matrix: Matrix, activation_group: int | None = None) -> W4A8Linear | W8A8Linear:

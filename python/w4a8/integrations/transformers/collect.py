@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter
 
+from w4a8.core.pages import Pages
 from w4a8.integrations.transformers.config import W4A8Config
-from w4a8.integrations.transformers.memory import Pages
 from w4a8.integrations.transformers.names import refuse_made_up
 from w4a8.integrations.transformers.tied import stand_in
 from w4a8.quantization import QuantizationError, QuantizationReport

@@ -12,13 +12,14 @@ import torch
 import transformers.modeling_utils as modeling
 from transformers.utils import logging
 
+from w4a8.checkpoint import tensors
 from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.checkpoint.gguf_linear import GGUFLinears
 from w4a8.core.matrix import Matrix
 from w4a8.formats import FORMATS
 from w4a8.formats.packed_directory import ALL_STAND_FOR
 from w4a8.integrations.selftest import missing
-from w4a8.integrations.transformers import gguf, guard, names
+from w4a8.integrations.transformers import gguf, guard
 
 # Last parts of the names of tensors whose values decide whether a matrix is read: small beside codes and scales.
 _SMALL = {
@@ -46,22 +47,22 @@ def dry_run(headers: Mapping[str, Mapping[str, Any]] | None = None) -> Iterator[
     problems = gguf.gguf_problems() + missing("modeling_utils", ("safe_open", "str_to_torch_dtype"), dir(modeling))
     if problems:
         raise ImportError(f"transformers is not as expected: {'; '.join(problems)}")
-    opened, shows = modeling.safe_open, logging.is_progress_bar_enabled()
+    opened, own, shows = modeling.safe_open, tensors.open_file, logging.is_progress_bar_enabled()
 
-    def open_file(file: str, *args: Any, **options: Any) -> _File:
+    def open_file(file: str, *_: Any, **__: Any) -> _File:
         header = (headers or {}).get(Path(file).name, {})
         is_there = all(each.is_file() for each in {tensor.file for tensor in header.values()})
-        return _File(header, opened(file, *args, **options) if is_there else None)
+        return _File(header, opened(file, framework="pt") if is_there else None)
 
     logging.disable_progress_bar()
-    modeling.safe_open = names.safe_open = open_file
+    modeling.safe_open = tensors.open_file = open_file
     guard.device, gguf.open_linears = "meta", lambda path: _Linears(_Heads(path))
     try:
         yield
     finally:
         if shows:
             logging.enable_progress_bar()
-        modeling.safe_open = names.safe_open = opened
+        modeling.safe_open, tensors.open_file = opened, own
         guard.device, gguf.open_linears = "cpu", gguf.linears_of
 
 

@@ -16,27 +16,15 @@ import transformers.modeling_utils as modeling
 
 from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, BY_MODEL_TYPE
 from w4a8.checkpoint.gguf_config import config_of, scale_rope
-from w4a8.checkpoint.gguf_experts import ExpertStacks
 from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.checkpoint.gguf_linear import GGUFLinears, without_ones
 from w4a8.checkpoint.gguf_names import sources_of
 from w4a8.core.memory import on_cpu
-from w4a8.core.words import weights_in_words
 from w4a8.integrations.selftest import missing, parameters
 from w4a8.integrations.transformers.config import W4A8Config
-from w4a8.integrations.transformers.prequantized import ModulesApart
+from w4a8.integrations.transformers.modules import Found, Modules
 from w4a8.integrations.transformers.quantizer import W4A8HfQuantizer, on_cpus
-from w4a8.integrations.transformers.tied import (
-    experts_to_pack,
-    output_of,
-    packed_embedding,
-    packed_experts,
-    put,
-    share,
-    take_out,
-)
-from w4a8.nn import W4A8Experts
-from w4a8.quantization import QuantizationReport
+from w4a8.integrations.transformers.tied import output_of
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +42,12 @@ def linears_of(path: str) -> GGUFLinears:
 open_linears = linears_of  # within dry_run a function that reads no weights
 
 
-class GGUFModules(ModulesApart):
-    """The modules of a model whose weights are in blocks."""
+class GGUFModules(Modules):
+    """The modules of a model whose weights are in blocks.
+
+    Attributes:
+        floats: parameter that transformers loads -> tensors of the file.
+    """
 
     def __init__(self, model: torch.nn.Module, linears: GGUFLinears, activation_group: int | None) -> None:
         """Finds the modules, and takes them out of the model, which is on the meta device.
@@ -63,31 +55,32 @@ class GGUFModules(ModulesApart):
         Raises:
             ValueError: a tensor or a parameter has no counterpart, or another shape.
         """
-        self.file, self.linears, self.activation_group = linears.file, linears, activation_group
-        self.old, self.weights = {}, {}  # of modules that are packed, by their names
+        self.file, self.linears = linears.file, linears
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        parts = self._parts(model)
-        self.tied: dict[str, str] = {}  # embedding: output layer
-        weights: dict[str, list[str]] = {}
+        parts, weights = self._parts(model), {}
         for parameter, names in parts.items():
             mine = weights.setdefault(parameter.rpartition(".")[0], [])
             mine += [name for name in names if name.endswith(".weight")]
-        for path, names in weights.items():
-            module = model.get_submodule(path)
-            if not names or any(map(self.file.is_float, names)):
-                continue
-            output = output_of(model, path) if isinstance(module, torch.nn.Embedding) else None
-            if output is not None:
-                self.tied[path] = output
-            linear = type(module) is torch.nn.Linear and all(len(self.file.tensors[name].shape) == 2 for name in names)
-            if linear or output is not None or path.endswith(".experts"):
-                self.old[path], self.weights[path] = module, names
-        # Parameter: tensors.
-        self.floats = {name: names for name, names in parts.items() if name.rpartition(".")[0] not in self.old}
-        for output in self.tied.values():
-            take_out(model, output)
-        for path in self.old:
-            put(model, path, torch.nn.Module())
+        self.weights = {path: names for path, names in weights.items() if self._is_packed(model, path, names)}
+        self.floats = {name: names for name, names in parts.items() if name.rpartition(".")[0] not in self.weights}
+        super().__init__(model, self.weights, self._find, activation_group, self._why_float)
+
+    def _is_packed(self, model: torch.nn.Module, path: str, names: list[str]) -> bool:
+        """Whether a module is packed: a linear layer, an embedding that an output layer shares, or experts."""
+        module = model.get_submodule(path)
+        if not names or any(map(self.file.is_float, names)):
+            return False
+        if type(module) is torch.nn.Linear:
+            return all(len(self.file.tensors[name].shape) == 2 for name in names)
+        return path.endswith(".experts") or (
+            isinstance(module, torch.nn.Embedding) and output_of(model, path) is not None
+        )
+
+    def _find(self, path: str, old: torch.nn.Module) -> Found:
+        is_experts = path.endswith(".experts")
+        return (
+            self.linears.experts(self.weights[path], path) if is_experts else [self.linears.weight(self.weights[path])]
+        )
 
     def _parts(self, model: torch.nn.Module) -> dict[str, list[str]]:
         """Parameter: the tensors that make it."""
@@ -115,26 +108,7 @@ class GGUFModules(ModulesApart):
                 for parameter, names in self.floats.items()
             }
 
-    def pack(self, name: str) -> torch.nn.Module:
-        """As :meth:`ModulesApart.pack`."""
-        old, weights = self.old[name], self.weights[name]
-        if name.endswith(".experts"):
-            return self._experts(name, old, weights)
-        linear = self.linears.linear(weights, self.activation_group)
-        return packed_embedding(old, linear.packed, linear.group_size) if name in self.tied else linear
-
-    def finish_one(self, model: torch.nn.Module, name: str, report: QuantizationReport) -> None:
-        """Puts an output layer that shares the weight back."""
-        if name in self.tied:
-            report.replaced[self.tied[name]] = repr(share(model, name, self.tied[name]))
-
-    def kinds(self, name: str) -> str:
-        """As :meth:`ModulesApart.kinds`."""
-        rows = {self.file.type_name(each): self.file.matrix(each, 0, 1) for each in self.weights[name]}
-        return " and ".join(f"{name} as {weights_in_words(row.header)}" for name, row in rows.items())
-
-    def why_float(self, parameter: str) -> str:
-        """As :meth:`ModulesApart.why_float`."""
+    def _why_float(self, parameter: str) -> str:
         tensors = self.floats.get(parameter, [])
         if all(map(self.file.is_float, tensors)):
             return "it is not quantized in the file"
@@ -142,17 +116,6 @@ class GGUFModules(ModulesApart):
             return "a part of it is not quantized in the file"
         joined = any(name.endswith(_JOINED) for name in tensors)
         return "a part of it is quantized along the other axis" if joined else "it is no linear layer and no experts"
-
-    def _experts(self, name: str, old: torch.nn.Module, weights: list[str]) -> W4A8Experts:
-        experts = experts_to_pack(old)
-        layer = ExpertStacks.of_tensors(self.file, weights, name)
-        given, expected = (layer.experts, layer.hidden, layer.intermediate), tuple(experts.sizes)
-        if layer.is_gated != experts.gated:
-            raise ValueError(f"experts {'with' if layer.is_gated else 'without'} a gate, but others expected")
-        if given != expected or layer.has_bias != (experts.w13_bias is not None):
-            raise ValueError(f"experts, hidden and intermediate size {given}, but {expected} with its biases expected")
-        sizes, packed = layer.pack(range(layer.experts), self.activation_group)
-        return packed_experts(experts, packed["w13"], packed["w2"], (sizes.group_size, sizes.w2_group_size))
 
 
 class GGUFQuantizer(W4A8HfQuantizer):

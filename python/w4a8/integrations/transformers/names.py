@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from w4a8.checkpoint.tensors import file_of_each, read_index
+from w4a8.checkpoint.tensors import opened, read_index, slices
 from w4a8.quantization.moe_blocks import fused_experts
 
 FLOATS = ("F64", "F32", "F16", "BF16")  # as safetensors calls them
@@ -67,20 +65,6 @@ class Names:
         return name, list(sources), pattern
 
 
-def slices(files: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """Name and lazy tensor of all tensors in safetensors files, in transformers' order.
-
-    Raises:
-        ValueError: other files, or a tensor in two files without an index that decides.
-    """
-    for file in files:
-        if not str(file).endswith(".safetensors"):
-            raise ValueError(f"{file}: quantized weights are read from safetensors files only")
-    handles, place = _places(files)
-    for key in sorted(place, key=dot_natural_key):
-        yield key, handles[place[key]].get_slice(key)
-
-
 def check_inside(files: Sequence[str], folder: str) -> None:
     """Compares the files that transformers is going to read with the folder (or name on the Hub) and its index.
 
@@ -107,7 +91,7 @@ def check_files(files: Sequence[str], ours: Collection[str] = ()) -> None:
     """
     if not all(str(file).endswith(".safetensors") for file in files):
         return
-    handles, place = _places(files)
+    handles, place = opened(files)
     last = {key: file for file, handle in handles.items() for key in handle.keys()}  # noqa: SIM118 (it is no dict)
     for key, file in place.items():
         if last[key] != file and key not in ours:
@@ -134,16 +118,6 @@ def refuse_codes(model: torch.nn.Module, files: Sequence[str]) -> None:
                 f"tensor {key!r} is of {dtype}, but config.json has no quantization_config, which would say what the "
                 "codes stand for"
             )
-
-
-def _places(files: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The open files by name, in transformers' order; and each tensor's file."""
-    if not files:
-        return {}, {}
-    handles = {Path(file).name: safe_open(file, framework="pt") for file in files}
-    folder = Path(files[0]).parent
-    keys = {name: list(handle.keys()) for name, handle in handles.items()}
-    return handles, file_of_each(folder, keys, read_index(folder) if len(files) > 1 else None)
 
 
 def left_out(model: torch.nn.Module, keys: Iterable[str]) -> set[str]:

@@ -21,10 +21,11 @@ from w4a8.integrations.transformers.collect import Collector, Give, unstacked
 from w4a8.integrations.transformers.config import W4A8Config
 from w4a8.integrations.transformers.fused import fuse
 from w4a8.integrations.transformers.guard import inference_only, refuse_device
+from w4a8.integrations.transformers.modules import Modules
 from w4a8.integrations.transformers.names import check_files, check_inside, refuse_codes, split_into
-from w4a8.integrations.transformers.packed import build_packed
+from w4a8.integrations.transformers.packed import PackedModules
 from w4a8.integrations.transformers.prequantized import PrequantizedModules
-from w4a8.integrations.transformers.tied import let_go, share
+from w4a8.integrations.transformers.tied import let_go
 from w4a8.nn.output_layer import multiply_once
 from w4a8.nn.packed import PackedModule
 from w4a8.quantization import QuantizationReport
@@ -44,8 +45,7 @@ class W4A8HfQuantizer(HfQuantizer):
         super().__init__(quantization_config, **kwargs)
         self.report: QuantizationReport | None = None
         self._collector: Collector | None = None
-        self._modules: PrequantizedModules | None = None
-        self._tied: dict[str, str] = {}  # packed embedding: output layer
+        self._modules: Modules | None = None
         self._splitting: list[WeightConverter] = []
         self._originals: dict[int, Any] = {}  # by id of a converter: transformers' converter that it replaces
 
@@ -103,7 +103,7 @@ class W4A8HfQuantizer(HfQuantizer):
         if source is not None:
             self._modules = PrequantizedModules(model, source, files, self.quantization_config)
         elif self.pre_quantized:
-            self._tied = build_packed(model, files, self.quantization_config.packed)
+            self._modules = PackedModules(model, files, self.quantization_config.packed)
         else:
             refuse_codes(model, files)
             self._collector = Collector(model, self.quantization_config, files)
@@ -141,7 +141,8 @@ class W4A8HfQuantizer(HfQuantizer):
             self.report = self._collector.finish(model)
             self._collector = None
         if self._modules is not None:
-            self.report = self._modules.finish(model)
+            report = self._modules.finish(model)
+            self.report = None if isinstance(self._modules, PackedModules) else report
             self._modules = None
         # save_pretrained reverses them, and knows transformers' own. It would join packed tensors of split ones.
         used = getattr(model, "_weight_conversions", None) or []
@@ -161,8 +162,6 @@ class W4A8HfQuantizer(HfQuantizer):
                 _check(name, module)
                 if self.report is None and not keeps_files_mapped():
                     _copy(module)
-        for embedding, output in self._tied.items():
-            share(model, embedding, output)
         inference_only(model)
         if guard.device == "cpu":
             _teach_peft()

@@ -1,0 +1,81 @@
+"""The weights of a packed directory (docs/transformers.md), by the names of their tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+
+from w4a8.checkpoint.tensors import slices
+from w4a8.core.matrix import SUPER, Matrix, matrix_of
+from w4a8.core.weight import ExpertWeights, Weight
+from w4a8.formats.packed_directory import ALL_STAND_FOR, check_listed, packed_tensors
+
+
+class PackedSource:
+    """The packed tensors of files.
+
+    Attributes:
+        keys: names of all tensors.
+        packed: module -> last part of the name -> packed tensor.
+    """
+
+    def __init__(self, files: Sequence[str], listed: object = None) -> None:
+        """Reads the headers of the packed matrices.
+
+        Args:
+            files: safetensors files of one folder.
+            listed: the list of packed tensors in config.json, or None.
+
+        Raises:
+            ValueError: no packed tensors, a damaged one, or one that is listed and missing.
+        """
+        self.files = files
+        self._slices = dict(slices(files))
+        self.keys = list(self._slices)
+        self.packed = packed_tensors(self._slices.items(), ALL_STAND_FOR)
+        if not self.packed:
+            raise ValueError(
+                f"{', '.join(map(str, files)) or 'no file'}: no packed tensors, though config.json says so"
+            )
+        check_listed(listed, self.keys, str(files[0]).rpartition("/")[0])
+
+    def weight(self, module: str, leaf: str) -> Weight:
+        """A packed matrix or stack: ``leaf`` is the last part of its name."""
+        stored, name = self.packed[module][leaf], f"{module}.{leaf}"
+        header, form = stored.header, stored.packed_as
+        n, k, group = header["n"], header["k"], header["group"]
+        return Weight(
+            name,
+            (n, k) if len(stored.shape) == 1 else (stored.shape[0], n, k),
+            -1 if group == k else group,
+            partial(self._read, name, n),
+            form=(form.kind, group, form.activation_group, form.minimums, form.channel_scales, form.super_scales),
+            unit=SUPER if form.super_scales else group if group < k else 2,
+            bias=torch.float32 if header["has_bias"] else None,
+            activation_group=form.activation_group,
+            is_fixed=True,
+            packed=lambda: self._slices[name][...],
+        )
+
+    def layers(self) -> dict[str, list[Weight] | ExpertWeights]:
+        """The linear layers, and the experts of each layer, by their names."""
+        found: dict[str, list[Weight] | ExpertWeights] = {}
+        for module, parts in self.packed.items():
+            weights = {leaf: self.weight(module, leaf) for leaf in parts}
+            if "w13_packed" in weights and "w2_packed" in weights:
+                w13, w2 = weights["w13_packed"], weights["w2_packed"]
+                gate = "w1" if w13.rows == w2.columns else "w13"
+                found[module] = ExpertWeights(module, {gate: [w13], "w2": [w2]})
+            elif "packed" in weights:
+                found[module] = [weights["packed"]]
+        return found
+
+    def _read(self, name: str, rows: int, begin: int, end: int) -> Iterator[tuple[int, Matrix]]:
+        """As :attr:`Weight.read`."""
+        stored, expert = self._slices[name], begin // rows
+        is_stack = len(stored.get_shape()) == 2
+        packed = stored[expert : expert + 1][0] if is_stack else stored[...]
+        matrix = matrix_of(packed, f"{name}[{expert}]" if is_stack else name)
+        yield 0, matrix.with_rows(slice(begin - expert * rows, end - expert * rows))
