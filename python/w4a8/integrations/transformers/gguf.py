@@ -24,7 +24,7 @@ from w4a8.integrations.selftest import missing, parameters
 from w4a8.integrations.transformers.config import W4A8Config
 from w4a8.integrations.transformers.modules import Found, Modules
 from w4a8.integrations.transformers.quantizer import W4A8HfQuantizer, on_cpus
-from w4a8.integrations.transformers.tied import output_of
+from w4a8.integrations.transformers.tied import is_packable
 
 logger = logging.getLogger(__name__)
 
@@ -66,15 +66,13 @@ class GGUFModules(Modules):
         super().__init__(model, self.weights, self._find, activation_group, self._why_float)
 
     def _is_packed(self, model: torch.nn.Module, path: str, names: list[str]) -> bool:
-        """Whether a module is packed: a linear layer, an embedding that an output layer shares, or experts."""
+        """Whether a module is packed: a linear layer, an embedding, or experts."""
         module = model.get_submodule(path)
         if not names or any(map(self.file.is_float, names)):
             return False
         if type(module) is torch.nn.Linear:
             return all(len(self.file.tensors[name].shape) == 2 for name in names)
-        return path.endswith(".experts") or (
-            isinstance(module, torch.nn.Embedding) and output_of(model, path) is not None
-        )
+        return path.endswith(".experts") or is_packable(model, path)
 
     def _find(self, path: str, old: torch.nn.Module) -> Found:
         is_experts = path.endswith(".experts")

@@ -16,6 +16,7 @@ from w4a8.core.words import weights_in_words
 from w4a8.integrations.transformers import guard
 from w4a8.integrations.transformers.tied import (
     experts_to_pack,
+    is_packable,
     output_of,
     packed_embedding,
     packed_experts,
@@ -75,6 +76,8 @@ class Modules:
             if reader is not None:
                 raise ValueError(f"{name} is quantized, but {reader} reads its weight or bias itself")
             output = output_of(model, name) if isinstance(old, torch.nn.Embedding) else None
+            if isinstance(old, torch.nn.Embedding) and not is_packable(model, name):
+                raise ValueError(f"{name} is packed, but the model reads its weight otherwise")
             hole = torch.nn.Module()
             stand_in(hole, old)
             put(model, name, hole)
@@ -129,13 +132,12 @@ class Modules:
             return found, []
         if isinstance(found, ExpertWeights):
             return self._pack_experts(old, found)
-        rows = sum(weight.rows for weight in found)
-        for what, given, expected in (
-            ("[n, k]", [rows, found[0].columns], list(old.weight.shape)),
-            ("bias", any(weight.bias for weight in found), getattr(old, "bias", None) is not None),
-        ):
-            _expect(f"{found[0].name}: {what}", given, expected)
-        packed = pack_rows([Cut.whole(weight) for weight in found], self.activation_group)
+        own, rows = found[0].name.removeprefix(f"{name}."), sum(weight.rows for weight in found)
+        _expect(f"{own}: [n, k]", [rows, found[0].columns], list(old.weight.shape))
+        _expect(f"{own}: bias", any(weight.bias for weight in found), getattr(old, "bias", None) is not None)
+        is_multiplied = type(old) is torch.nn.Linear or name in self._tied
+        asked = self.activation_group if is_multiplied else None
+        packed = pack_rows([Cut.whole(weight) for weight in found], asked)
         kinds = [_in_words(found, packed.form.header(packed.group, packed.columns))]
         packed = replace(packed, bytes=packed.bytes.to(guard.device))
         if isinstance(old, torch.nn.Embedding):
@@ -147,8 +149,11 @@ class Modules:
         if found.is_gated != experts.gated:
             raise ValueError(f"experts {'with' if found.is_gated else 'without'} a gate, but others expected")
         given, expected = (found.experts, found.hidden, found.intermediate), tuple(experts.sizes)
-        if given != expected or (found.bias is not None) != (experts.w13_bias is not None):
-            raise ValueError(f"experts, hidden and intermediate size {given}, but {expected} with its biases expected")
+        if given != expected:
+            raise ValueError(f"experts, hidden and intermediate size {given}, but {expected} expected")
+        for weights in found.shards.values():
+            own = weights[0].name.removeprefix(f"{found.name}.")
+            _expect(f"{own}: bias", weights[0].bias is not None, experts.w13_bias is not None)
         sizes, packed, forms = pack_experts(found, range(found.experts), self.activation_group)
         kinds = []
         for stack, _, columns in sizes.stacks:

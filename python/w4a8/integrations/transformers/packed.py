@@ -44,11 +44,10 @@ class PackedModules(Modules):
                     parameter = names.parameter(f"{module}.up_proj")[0]
                 if parameter is not None:  # otherwise the model has no place for it
                     self.found.setdefault(parameter.rpartition(".")[0], {})[leaf] = module
-        self.keys = {f"{module}.{leaf}" for module, parts in self.source.packed.items() for leaf in parts}
+        self.keys = {f"{module}.{leaf}" for parts in self.found.values() for leaf, module in parts.items()}
         super().__init__(model, self.found, self._find, None, lambda parameter: "it is not packed in the directory")
-        model._keys_to_ignore_on_load_unexpected = set(map(re.escape, self.keys)) | set(
-            model._keys_to_ignore_on_load_unexpected or ()
-        )
+        theirs = {f"^{re.escape(names.renamed(key))}$" for key in self.keys}
+        model._keys_to_ignore_on_load_unexpected = theirs.union(model._keys_to_ignore_on_load_unexpected or ())
         refuse_missing(model, {names.renamed(key) for key in self.source.keys})
 
     def _find(self, name: str, old: torch.nn.Module) -> Found:

@@ -13,6 +13,7 @@ import torch
 from w4a8.nn import W4A8Experts
 from w4a8.nn.embedding import PackedEmbedding
 from w4a8.quantization.moe_blocks import Experts, fused_experts
+from w4a8.quantization.readers import reader_of
 
 _NAMES = ("weight", "bias")
 
@@ -60,6 +61,14 @@ def output_of(model: torch.nn.Module, path: str) -> str | None:
     name = targets[0].rpartition(".")[0]
     output = model.get_submodule(name)
     return name if type(output) is torch.nn.Linear and output.bias is None else None
+
+
+def is_packable(model: torch.nn.Module, path: str) -> bool:
+    """Whether a module is an embedding whose weight no other module reads, except :func:`output_of`."""
+    module = model.get_submodule(path)
+    if not isinstance(module, torch.nn.Embedding) or scale_of(module) is None or reader_of(model, path) is not None:
+        return False
+    return output_of(model, path) is not None or f"{path}.weight" not in model.all_tied_weights_keys.values()
 
 
 def untie(model: torch.nn.Module, layer: str) -> None:
