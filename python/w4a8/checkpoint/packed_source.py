@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -65,9 +66,7 @@ class PackedSource:
         for module, parts in self.packed.items():
             weights = {leaf: self.weight(module, leaf) for leaf in parts}
             if "w13_packed" in weights and "w2_packed" in weights:
-                w13, w2 = weights["w13_packed"], weights["w2_packed"]
-                gate = "w1" if w13.rows == w2.columns else "w13"
-                found[module] = ExpertWeights(module, {gate: [w13], "w2": [w2]})
+                found[module] = experts_of(module, weights["w13_packed"], weights["w2_packed"])
             elif "packed" in weights:
                 found[module] = [weights["packed"]]
         return found
@@ -79,3 +78,14 @@ class PackedSource:
         packed = stored[expert : expert + 1][0] if is_stack else stored[...]
         matrix = matrix_of(packed, f"{name}[{expert}]" if is_stack else name)
         yield 0, matrix.with_rows(slice(begin - expert * rows, end - expert * rows))
+
+
+def experts_of(name: str, w13: Weight, w2: Weight) -> ExpertWeights:
+    """The experts of two packed stacks; one group for a row is a group size of -1 if both have it.
+
+    Raises:
+        ValueError: the stacks do not fit each other.
+    """
+    if (w13.group == -1) != (w2.group == -1):
+        w13, w2 = (replace(each, group=each.columns if each.group == -1 else each.group) for each in (w13, w2))
+    return ExpertWeights(name, {"w1" if w13.rows == w2.columns else "w13": [w13], "w2": [w2]})

@@ -72,12 +72,11 @@ class Modules:
         self.old = {name: model.get_submodule(name) for name in names}
         self._tied: dict[str, str] = {}  # embedding: output layer
         for name, old in self.old.items():
-            reader = reader_of(model, name)
-            if reader is not None:
+            is_embedding = isinstance(old, torch.nn.Embedding)
+            reader, output = reader_of(model, name), output_of(model, name) if is_embedding else None
+            if not is_packable(model, name) if is_embedding else reader is not None:
+                reader = reader or type(model).__name__
                 raise ValueError(f"{name} is quantized, but {reader} reads its weight or bias itself")
-            output = output_of(model, name) if isinstance(old, torch.nn.Embedding) else None
-            if isinstance(old, torch.nn.Embedding) and not is_packable(model, name):
-                raise ValueError(f"{name} is packed, but the model reads its weight otherwise")
             hole = torch.nn.Module()
             stand_in(hole, old)
             put(model, name, hole)

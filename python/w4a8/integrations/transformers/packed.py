@@ -7,13 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from w4a8.checkpoint.packed_source import PackedSource
+from w4a8.checkpoint.packed_source import PackedSource, experts_of
 from w4a8.core.memory import on_cpu
-from w4a8.core.weight import ExpertWeights
 from w4a8.formats.packed_directory import ALL_STAND_FOR
 from w4a8.integrations.transformers.modules import Found, Modules
 from w4a8.integrations.transformers.names import Names, refuse_missing
-from w4a8.integrations.transformers.tied import experts_to_pack
 
 
 class PackedModules(Modules):
@@ -60,5 +58,4 @@ class PackedModules(Modules):
             raise ValueError(f"packed tensors are {sorted(weights)}, expected {expected}")
         if len(expected) == 1:
             return list(weights.values())
-        gate = "w13" if experts_to_pack(old).gated else "w1"
-        return ExpertWeights(name, {gate: [weights["w13_packed"]], "w2": [weights["w2_packed"]]})
+        return experts_of(name, weights["w13_packed"], weights["w2_packed"])

@@ -66,9 +66,11 @@ def output_of(model: torch.nn.Module, path: str) -> str | None:
 def is_packable(model: torch.nn.Module, path: str) -> bool:
     """Whether a module is an embedding whose weight no other module reads, except :func:`output_of`."""
     module = model.get_submodule(path)
-    if not isinstance(module, torch.nn.Embedding) or scale_of(module) is None or reader_of(model, path) is not None:
+    if not isinstance(module, torch.nn.Embedding) or scale_of(module) is None:
         return False
-    return output_of(model, path) is not None or f"{path}.weight" not in model.all_tied_weights_keys.values()
+    if output_of(model, path) is not None:
+        return True
+    return reader_of(model, path) is None and f"{path}.weight" not in model.all_tied_weights_keys.values()
 
 
 def untie(model: torch.nn.Module, layer: str) -> None:
