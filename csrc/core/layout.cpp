@@ -158,9 +158,10 @@ void check_shape(const PackedShape& shape) {
   check_scale_type(shape);
   check_minimums(shape);
   if (!is_activation_group(shape.activation_group, shape.group, shape.k)) {
-    fail("activation group is " + str(shape.activation_group) +
-         ", expected -1 (whole rows), or 32, 64 or 128 that divides " +
-         (shape.in_least_groups() ? "k = " + str(shape.k) : "group = " + group_name(shape)));
+    const int64_t size = shape.activation_group;
+    const std::string unit = shape.in_least_groups() ? "k = " + str(shape.k) : "group = " + group_name(shape);
+    fail("activation_group is " + str(size) + ", expected -1 (whole rows), or 32, 64 or 128" +
+         (is_activation_group(size, size, size) ? " that divides " + unit : ""));
   }
 }
 

@@ -77,6 +77,15 @@ inline Values values_of(Text values) {
   W4A8_CHECK(false, "values is '", values, "', expected 'int4', 'e2m1', 'int8', 'iq4' or 'int6'");
 }
 
+/// The argument `scale_dtype` of the ops that are asked about forms, as a header names it.
+inline ScaleType scale_type_named(Text name) {
+  for (int i = 0; i <= static_cast<int>(ScaleType::kSuper); ++i) {
+    if (name == scale_type_name(static_cast<ScaleType>(i))) return static_cast<ScaleType>(i);
+  }
+  W4A8_CHECK(false, "scale_dtype is '", name,
+             "', expected 'float32', 'bfloat16', 'float16', 'e5m3', 'e8m0' or 'super'");
+}
+
 /// The type of a tensor of scales; those of one byte are given and come back as bits.
 inline ScalarType scale_dtype_of(ScaleType type) {
   switch (type) {

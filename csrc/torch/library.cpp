@@ -16,6 +16,11 @@ TORCH_LIBRARY_IMPL(w4a8, CPU, m) {
 #include "torch/ops.inc"
 }
 
+TORCH_LIBRARY_IMPL(w4a8, CompositeExplicitAutograd, m) {
+#define W4A8_PLAIN_OP(name, op, function) m.impl(name, w4a8::NamedOp<op, w4a8::function>::call);
+#include "torch/ops.inc"
+}
+
 TORCH_LIBRARY_IMPL(w4a8, Meta, m) {
 #define W4A8_META_OP(name, op, function) m.impl(name, w4a8::NamedOp<op, w4a8::function>::call);
 #include "torch/ops.inc"

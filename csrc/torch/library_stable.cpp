@@ -47,6 +47,11 @@ void register_ops() {
 #define W4A8_CPU_OP(name, op, function) m.impl(name, TORCH_BOX((&RefusesBackward<op, function>::call)));
 #include "torch/ops.inc"
   }
+  {
+    Registration m = Registration::implement("w4a8", "CompositeExplicitAutograd");
+#define W4A8_PLAIN_OP(name, op, function) m.impl(name, TORCH_BOX((&NamedOp<op, function>::call)));
+#include "torch/ops.inc"
+  }
   {  // The same ops, of Meta tensors whose sizes are numbers: for w4a8's own Meta kernels, in Python.
     Registration m = Registration::define("w4a8_internal");
 #include "torch/schemas.inc"

@@ -274,6 +274,42 @@ UnpackedAny unpack_any_cpu(const Tensor& packed_weights, int64_t block_size, int
   return unpack_tensor(packed_weights, block_size, in_features, out_features, /*only_int4=*/false);
 }
 
+namespace {
+
+PackedShape form_of(int64_t block_size, int64_t in_features, int64_t out_features, Text values, bool zero_points,
+                    bool minimums, Text scale_dtype, int64_t activation_group) {
+  PackedShape shape;
+  shape.n = out_features;
+  shape.k = in_features;
+  shape.group = block_size;
+  shape.scale_type = scale_type_named(scale_dtype);
+  shape.kind = {values_of(values), zero_points, minimums};
+  shape.activation_group = activation_group;
+  return shape;
+}
+
+}  // namespace
+
+std::string form_problem(int64_t block_size, int64_t in_features, int64_t out_features, Text values, bool zero_points,
+                         bool minimums, Text scale_dtype, int64_t activation_group) {
+  const PackedShape shape = form_of(block_size, in_features, out_features, values, zero_points, minimums, scale_dtype,
+                                    activation_group);
+  try {
+    check_shape(shape);
+  } catch (const std::invalid_argument& error) {
+    return error.what();
+  }
+  return "";
+}
+
+int64_t form_bytes(int64_t block_size, int64_t in_features, int64_t out_features, Text values, bool zero_points,
+                   bool minimums, Text scale_dtype, int64_t activation_group) {
+  const PackedShape shape = form_of(block_size, in_features, out_features, values, zero_points, minimums, scale_dtype,
+                                    activation_group);
+  check_shape(shape);
+  return packed_bytes(shape);
+}
+
 Tensor matmul_cpu(const Tensor& inp, const Tensor& packed_weights, int64_t block_size, int64_t in_features,
                   int64_t out_features) {
   check_cpu({{"inp", inp}, {"packed_weights", packed_weights}});

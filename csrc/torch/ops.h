@@ -22,6 +22,11 @@ std::tuple<Tensor, Tensor, Tensor> unpack_cpu(const Tensor& packed_weights, int6
                                               int64_t out_features);
 UnpackedAny unpack_any_cpu(const Tensor& packed_weights, int64_t block_size, int64_t in_features, int64_t out_features);
 
+std::string form_problem(int64_t block_size, int64_t in_features, int64_t out_features, Text values, bool zero_points,
+                         bool minimums, Text scale_dtype, int64_t activation_group);
+int64_t form_bytes(int64_t block_size, int64_t in_features, int64_t out_features, Text values, bool zero_points,
+                   bool minimums, Text scale_dtype, int64_t activation_group);
+
 Tensor matmul_cpu(const Tensor& inp, const Tensor& packed_weights, int64_t block_size, int64_t in_features,
                   int64_t out_features);
 decltype(matmul_cpu) matmul_meta;

@@ -144,6 +144,49 @@ def dyn_quant_unpack_4bit_weight(
     return torch.ops.w4a8.dyn_quant_unpack_4bit_weight.default(packed_weights, block_size, in_features, out_features)
 
 
+def form_problem(
+    block_size: int,
+    in_features: int,
+    out_features: int,
+    *,
+    values: str = "int4",
+    zero_points: bool = False,
+    minimums: bool = False,
+    scale_dtype: str = "float32",
+    activation_group: int = -1,
+) -> str:
+    """Why the operators cannot run matrices of a form, by the check that packing and multiplying begin with.
+
+    Args:
+        block_size, in_features, out_features, values, activation_group: as in dyn_quant_pack_4bit_weight.
+        zero_points, minimums: whether the matrix has them.
+        scale_dtype: as in :class:`PackedHeader`.
+
+    Returns:
+        The argument, the given and the expected value; "" if the operators can.
+    """
+    op = torch.ops.w4a8.form_problem.default
+    how = {"values": values, "zero_points": zero_points, "minimums": minimums, "scale_dtype": scale_dtype}
+    return op(block_size, in_features, out_features, **how, activation_group=activation_group)
+
+
+def form_bytes(
+    block_size: int,
+    in_features: int,
+    out_features: int,
+    *,
+    values: str = "int4",
+    zero_points: bool = False,
+    minimums: bool = False,
+    scale_dtype: str = "float32",
+    activation_group: int = -1,
+) -> int:
+    """Bytes of a packed matrix of a form; arguments as in :func:`form_problem`. A bias changes nothing."""
+    op = torch.ops.w4a8.form_bytes.default
+    how = {"values": values, "zero_points": zero_points, "minimums": minimums, "scale_dtype": scale_dtype}
+    return op(block_size, in_features, out_features, **how, activation_group=activation_group)
+
+
 class UnpackedWeights(NamedTuple):
     """The arguments of dyn_quant_pack_4bit_weight. A tensor that was not given has the shape [0]."""
 
@@ -497,6 +540,8 @@ OPERATORS = (
     "dyn_quant_pack_4bit_weight",
     "dyn_quant_unpack_4bit_weight",
     "dyn_quant_unpack_any_4bit_weight",
+    "form_problem",
+    "form_bytes",
     "dyn_quant_matmul_4bit",
     "dynamic_per_token_int8_quant",
     "int4_gemm_w4a8",

@@ -167,7 +167,7 @@ CONFIGS = [
     (["GPTQ"], "checkpoint_format", "gptq_v2", "tensor {first}.qzeros: zero points in [7, 7], but the configuration says symmetric"),
     (["GPTQ 2"], "checkpoint_format", "gptq", "tensor {first}.qzeros: zero points in [9, 9], but the configuration says symmetric"),
     *((WORDS, "group_size", size, "tensor {first}. ... groups of") for size in (64, -1)),
-    (WORDS, "group_size", 96, "=tensor {first}.qweight: 64 input features are not groups of 96"),
+    (WORDS, "group_size", 96, "=tensor {first}.qweight: group (block_size) is 96, expected k = 64 (channelwise), or 16 or a multiple of 32 that divides it"),
     (COMPRESSED, f"{G}.weights.group_size", 64, "tensor {first}.weight_scale: shape (128, 2), but"),
     (WORDS, "/moe_intermediate_size", 96, "tensor '{first}.qweight' has shape ... which is (128, 64), but (96, 64) is expected for "
      "hidden_size 64 and intermediate_size 96", "load"),

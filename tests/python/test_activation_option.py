@@ -37,14 +37,25 @@ def test_what_fits(asked, group, k, expected):
 @pytest.mark.parametrize(
     ("asked", "group", "k", "message"),
     [
-        (64, 32, 64, "activation_group is 64, expected None, -1 or 32 for in_features = 64 in groups of 32"),
-        (128, 64, 256, "activation_group is 128, expected None, -1, 32 or 64 for in_features = 256 in groups of 64"),
-        (32, -1, 66, "activation_group is 32, expected None, -1 for in_features = 66 in groups of 66"),
-        (32, 16, 48, "activation_group is 32, expected None, -1 for in_features = 48 in groups of 16"),
-        (48, 96, 96, "activation_group is 48, expected None, -1, 32, 64 or 128"),
-        (0, 32, 64, "activation_group is 0, expected None, -1, 32, 64 or 128"),
-        (True, 32, 64, "activation_group is True, expected None, -1, 32, 64 or 128"),
-        ("32", 32, 64, "activation_group is '32', expected None, -1, 32, 64 or 128"),
+        (64, 32, 64, "activation_group is 64, expected -1 (whole rows), or 32, 64 or 128 that divides group = 32"),
+        (128, 64, 256, "activation_group is 128, expected -1 (whole rows), or 32, 64 or 128 that divides group = 64"),
+        (
+            32,
+            -1,
+            66,
+            "activation_group is 32, expected -1 (whole rows), or 32, 64 or 128 that divides group = 66 (channelwise)",
+        ),
+        (32, 16, 48, "activation_group is 32, expected -1 (whole rows), or 32, 64 or 128 that divides k = 48"),
+        (48, 96, 96, "activation_group is 48, expected -1 (whole rows), or 32, 64 or 128"),
+        (0, 32, 64, "activation_group is 0, expected -1 (whole rows), or 32, 64 or 128"),
+        (True, 32, 64, "activation_group is True, expected None or an int of 64 bits"),
+        ("32", 32, 64, "activation_group is '32', expected None or an int of 64 bits"),
+        (
+            32,
+            24,
+            48,
+            "group (block_size) is 24, expected k = 48 (channelwise), or 16 or a multiple of 32 that divides it",
+        ),
     ],
 )
 def test_what_does_not_fit(asked, group, k, message):
@@ -58,7 +69,7 @@ def test_linear(device):
     for asked, expected in ((None, 32), (-1, -1), (64, 64), (128, 128)):
         layer = W4A8Linear.from_float(linear, 128, activation_group=asked)
         assert device == "meta" or group_of(layer.packed) == expected
-    with pytest.raises(ValueError, match="activation_group is 64, expected None, -1 or 32: it must divide group_size"):
+    with pytest.raises(ValueError, match=r"activation_group is 64, expected .* that divides group = 32$"):
         W4A8Linear.from_float(linear, 32, activation_group=64)
 
 
@@ -67,7 +78,7 @@ def test_experts():
     experts = W4A8Experts.from_float(w13, w2, 16)
     assert [group_of(experts.w13_packed), group_of(experts.w2_packed)] == [32, -1]
     assert group_of(W4A8Experts.from_float(w13, w2, 16, activation_group=-1).w13_packed) == -1
-    with pytest.raises(ValueError, match="w2: activation_group is 64, expected None, -1 for in_features = 48"):
+    with pytest.raises(ValueError, match=r"w2: activation_group is 64, expected .* that divides k = 48$"):
         W4A8Experts.from_float(w13, w2, 16, activation_group=64)
 
 
@@ -80,10 +91,10 @@ def test_quantize():
         w4a8.quantize_(made, 64, activation_group=asked)
         assert [group_of(layer.packed) for layer in made] == [expected] * 2
     made = model()
-    with pytest.raises(ValueError, match="activation_group is 128, expected None, -1, 32 or 64: it must divide"):
+    with pytest.raises(ValueError, match=r"activation_group is 128, expected .* that divides group = 64$"):
         w4a8.quantize_(made, 64, activation_group=128)
     assert all(type(layer) is nn.Linear for layer in made)
-    with pytest.raises(QuantizationError, match=r"^1: activation_group is 128, .* for in_features = 64 "):
+    with pytest.raises(QuantizationError, match=r"^1: activation_group is 128, .* that divides group = 64 "):
         w4a8.quantize_(made, -1, activation_group=128)
 
 
@@ -148,7 +159,7 @@ def test_config_of_transformers():
     old = {name: value for name, value in W4A8Config().to_dict().items() if name != "activation_group"}
     assert W4A8Config(**old).activation_group is None
     # Checkpoints of others have groups of their own.
-    with pytest.raises(ValueError, match="activation_group is 64, expected None, -1 or 32: it must divide group_size"):
+    with pytest.raises(ValueError, match=r"activation_group is 64, expected .* that divides group = 32$"):
         W4A8Config(activation_group=64).quant_options()
-    with pytest.raises(ValueError, match="activation_group is 16, expected None, -1, 32, 64 or 128"):
+    with pytest.raises(ValueError, match=r"activation_group is 16, expected -1 \(whole rows\), or 32, 64 or 128$"):
         W4A8Config(activation_group=16)

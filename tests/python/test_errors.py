@@ -135,7 +135,7 @@ DAMAGE = {
         r"flags are 17, expected a sum of 1 \(bias\), 2 \(zero points\), 4 \(channel scales\) and 8 \(minimums\)",
     ),
     "channel scales": (spoilt(14, 4), r"flags are 4, expected 4 \(channel scales\) not among them"),
-    "activation group": (spoilt(40, 0), r"activation group is -256, expected -1"),
+    "activation group": (spoilt(40, 0), r"activation_group is -256, expected -1"),
     "n": (spoilt(16, 23), r"(n \(out_features\) is 23, expected 24|size is)"),
     "n negative": (spoilt(slice(16, 24), 0xFF), r"n \(out_features\) is -1, expected 1"),
     "k": (spoilt(24, 63), r"k \(in_features\) is 63, expected an even number"),

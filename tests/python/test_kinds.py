@@ -393,9 +393,7 @@ MORE_HEADERS = {
         (12, 3, "values are iq4 with zero points"),
         (12, 2, r"size is \d+ bytes, its header .* needs"),
     ],
-    "e2m1": [
-        (40, 0, r"activation group is -256, expected -1 \(whole rows\), or 32, 64 or 128 that divides group = 32")
-    ],
+    "e2m1": [(40, 0, r"activation_group is -256, expected -1 \(whole rows\), or 32, 64 or 128")],
     "int8": [
         (12, 1, "values are e2m1 with zero points"),
         (13, 4, "scale type is e8m0"),

@@ -19,7 +19,8 @@ def names(kernel_config):
 
 
 INT = "CPUW4A8Int"
-GROUPS = f"not supported by {INT}, must be 16 or a multiple of 32"
+GROUPS = "or 16 or a multiple of 32 that divides it"
+EVEN = "2..1048576"
 ACTIVATIONS = f"{INT} requires FP32/BF16/FP16 activations, got"
 ODD = {"group_size": -1, "partition_weight_shape": (63, 24)}
 ROWS = [
@@ -37,10 +38,21 @@ ROWS = [
     ),
     ({"zero_points": True}, f"{INT} only supports symmetric weight quantization"),
     ({"has_g_idx": True}, f"{INT} does not support reordered input features (g_idx)"),
-    *(({"group_size": size}, f"Group size ({size}) {GROUPS}") for size in (24, 0, -2, 48)),
-    ({**ODD, "partition_weight_shape": (0, 24)}, "in size (0) must be even"),
-    (ODD, "in size (63) must be even"),
-    ({"partition_weight_shape": (48, 24)}, "in size (48) must be a multiple of the group size (32)"),
+    *(
+        ({"group_size": size}, f"{INT}: group (block_size) is {size}, expected k = 64 (channelwise), {GROUPS}")
+        for size in (24, 0, -2, 48)
+    ),
+    *(
+        (
+            {**ODD, "partition_weight_shape": (k, 24)},
+            f"{INT}: k (in_features) is {k}, expected an even number in {EVEN}",
+        )
+        for k in (0, 63)
+    ),
+    (
+        {"partition_weight_shape": (48, 24)},
+        f"{INT}: group (block_size) is 32, expected k = 48 (channelwise), {GROUPS}",
+    ),
 ]
 
 

@@ -259,7 +259,7 @@ def test_activation_group(asked, got, tmp_path):
 
 def test_an_activation_group_that_does_not_fit(tmp_path):
     TinyModel("qwen3").write(tmp_path)
-    with pytest.raises(ValueError, match=r"0.self_attn.q_proj: activation_group is 64, expected None, -1 or 32 for"):
+    with pytest.raises(ValueError, match=r"0.self_attn.q_proj: activation_group is 64, expected .* that divides"):
         load(tmp_path, quantization_config=W4A8Config(activation_group=64))
 
 

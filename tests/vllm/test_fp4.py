@@ -92,7 +92,7 @@ def test_columns_are_cut_between_blocks(form, rank):
 @pytest.mark.parametrize(("form", "columns", "ranks"), [(FORMS[0], 136, 1), (FORMS[0], 144, 2), ("quark", 96, 2)])
 def test_columns_that_are_not_whole_blocks(form, columns, ranks, rank):
     rank(0, ranks)
-    message = rf"{columns // ranks} input features per rank \(of {columns}\) are not a multiple of {GROUP[form]}"
+    message = rf"{columns // ranks} input features per rank \(of {columns}\): group .block_size. is {GROUP[form]}"
     with pytest.raises(ValueError, match=message):
         make(RowParallelLinear, columns, 32, form=form)
 
@@ -211,7 +211,7 @@ def test_experts_without_a_gate():
 def test_experts_that_are_not_whole_blocks():
     """704 columns of 1408 are 44 blocks; 72 of 144 are four and a half."""
     make_experts("modelopt-nvfp4", 1408, 2)
-    message = "kernel does not support intermediate size per partition 72, which is not a multiple of the group size 16"
+    message = "kernel does not support intermediate size per partition 72: group .block_size. is 16"
     with pytest.raises(ValueError, match=f"w4a8: model.layers.0.mlp.experts: {message}"):
         make_experts("modelopt-nvfp4", 144, 2)
 

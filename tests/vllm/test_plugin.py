@@ -293,7 +293,7 @@ def test_bad_setting(fresh, monkeypatch, name):
 def test_bad_activation_group(fresh, monkeypatch):
     monkeypatch.setenv("W4A8_VLLM_ACTIVATION_GROUP", "16")
     assert fresh() == "CompressedTensorsConfig"
-    expected = "W4A8_VLLM_ACTIVATION_GROUP='16', expected -1, 32, 64 or 128"
+    expected = "W4A8_VLLM_ACTIVATION_GROUP='16': activation_group is 16, expected -1 (whole rows), or 32, 64 or 128"
     assert fresh.warnings == [f"w4a8: vLLM goes on without the plugin: ValueError: {expected}"]
 
 

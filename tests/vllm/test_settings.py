@@ -70,7 +70,10 @@ def test_it_goes_before_variables(monkeypatch):
         ({"lm_head": "int3"}, r"\[\"lm_head\"\]='int3', expected 0, int4 or int8"),
         ({"lm_head": True}, r"\[\"lm_head\"\]='1', expected 0, int4 or int8"),
         ({"w4a16": "no"}, r"\[\"w4a16\"\]='no', expected 0 or 1"),
-        ({"activation_group": 16}, r"\[\"activation_group\"\]='16', expected -1, 32, 64 or 128"),
+        (
+            {"activation_group": 16},
+            r"\[\"activation_group\"\]='16': activation_group is 16, expected -1 .whole rows., or 32, 64 or 128",
+        ),
         ("int8", f"is 'int8', expected an object with {NAMES}"),
     ],
 )

@@ -9,15 +9,7 @@ import torch
 
 from w4a8.core.activation import OWN_NUMBERS, GateNumbers, MoEActivation, as_activation, kernel_activation_kind
 from w4a8.core.activation_groups import resolve_activation_group
-
-
-def unsupported_width(name: str, features: int, group_size: int) -> str | None:
-    """Why rows of ``features`` codes cannot be packed in groups of ``group_size`` (-1: one group), or None."""
-    if group_size != -1 and features % group_size != 0:
-        return f"{name} {features}, which is not a multiple of the group size {group_size}"
-    if features % 2 != 0:
-        return f"{name} {features}, which is odd (two int4 values share a byte)"
-    return None
+from w4a8.core.matrix import PackedAs
 
 
 @dataclass(frozen=True)
@@ -84,9 +76,11 @@ class ExpertSizes:
     def unsupported(self) -> str | None:
         """Why experts of these sizes cannot be packed, in words, or None."""
         names = {"w13": "hidden size", "w2": "intermediate size per partition"}
-        groups = self.group_sizes
-        found = (unsupported_width(names[stack], columns, groups[stack]) for stack, _, columns in self.stacks)
-        return next(filter(None, found), None)
+        for stack, rows, columns in self.stacks:
+            problem = PackedAs().problem(rows, columns, self.group_sizes[stack])
+            if problem:
+                return f"{names[stack]} {columns}: {problem}"
+        return None
 
 
 def gate_and_up(rows: int, interleaved: bool) -> tuple[slice, slice]:

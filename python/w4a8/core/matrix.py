@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from w4a8.core.float8 import exponents_of, multiplied_scales, powers_of_two
 from w4a8.core.kind import Kind
 from w4a8.core.nibbles import apart
 from w4a8.core.scale_types import E8M0, has_two_levels, kept_scale_dtypes, scale_type_name, scale_type_named
-from w4a8.ops import dyn_quant_unpack_any_4bit_weight, read_header
+from w4a8.ops import dyn_quant_unpack_any_4bit_weight, form_bytes, form_problem, read_header
 
 GROUP_SIZES = "16 or a multiple of 32"
 # Names of scales of two levels in a header: float8 beside channel scales, int8 beside super-scales.
@@ -23,7 +24,9 @@ SUPER = 256  # values of k that share a super-scale
 
 def is_group_size(size: object) -> bool:
     """Whether the operators have groups of ``size`` input features (GROUP_SIZES); -1 is channelwise."""
-    return isinstance(size, int) and (size in (-1, 16) or (size > 0 and size % 32 == 0))
+    if not isinstance(size, int) or size.bit_length() > 32:
+        return False
+    return size == -1 or not form_problem(size, 2 * size, 1)
 
 
 @dataclass(frozen=True)
@@ -63,13 +66,32 @@ class PackedAs:
             name == _SUPER,
         )
 
-    def header(self, group_size: int, columns: int) -> dict[str, object]:
-        """The fields of the header of a matrix in this form that :func:`w4a8.core.words.weights_in_words` reads."""
-        one_level = not self.channel_scales and not self.super_scales
-        levels = _TWO_LEVELS if self.channel_scales else _SUPER
+    def problem(self, rows: int, columns: int, group_size: int) -> str:
+        """Why the operators cannot run matrices [rows, columns] of this form (:func:`form_problem`), or ""."""
+        return form_problem(*self._sizes(rows, columns, group_size), **self._how())
+
+    def bytes(self, rows: int, columns: int, group_size: int) -> int:
+        """Bytes of a packed matrix [rows, columns] of this form."""
+        return form_bytes(*self._sizes(rows, columns, group_size), **self._how())
+
+    def _sizes(self, rows: int, columns: int, group_size: int) -> tuple[int, int, int]:
+        return columns if group_size == -1 else group_size, columns, rows
+
+    def _how(self) -> dict[str, Any]:
+        one_level = scale_type_name(self.scale_dtype)
         return {
             "values": self.kind.value,
-            "scale_dtype": scale_type_name(self.scale_dtype) if one_level else levels,
+            "zero_points": self.zero_points,
+            "minimums": self.minimums,
+            "scale_dtype": _TWO_LEVELS if self.channel_scales else _SUPER if self.super_scales else one_level,
+            "activation_group": self.activation_group,
+        }
+
+    def header(self, group_size: int, columns: int) -> dict[str, object]:
+        """The fields of the header of a matrix in this form that :func:`w4a8.core.words.weights_in_words` reads."""
+        return {
+            "values": self.kind.value,
+            "scale_dtype": self._how()["scale_dtype"],
             "group": columns if group_size == -1 else group_size,
             "k": columns,
             "has_zero_points": self.zero_points,
@@ -154,28 +176,6 @@ def pack_as(tensors: Mapping[str, torch.Tensor | None], group_size: int, packed_
         kind=packed_as.kind,
         activation_group=packed_as.activation_group,
     )
-
-
-def packed_bytes(rows: int, columns: int, group_size: int, has_bias: bool, packed_as: PackedAs) -> int:
-    """Bytes of a packed matrix [rows, columns]."""
-
-    def empty(width: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(rows, width, dtype=dtype, device="meta")
-
-    scale = torch.uint8 if packed_as.channel_scales else torch.int8 if packed_as.super_scales else torch.float32
-    groups = 1 if group_size == -1 else columns // group_size
-    tensors = {"codes": empty(columns // packed_as.kind.codes_in_a_byte, torch.uint8), "scales": empty(groups, scale)}
-    if has_bias:
-        tensors["bias"] = empty(1, torch.float32)[:, 0]
-    if packed_as.channel_scales:
-        tensors["channel_scales"] = empty(1, torch.float32)[:, 0]
-    if packed_as.minimums:
-        tensors["minimums"] = empty(groups, scale)
-    if packed_as.super_scales:
-        tensors["super_scales"] = empty(columns // SUPER, torch.float16)
-    if packed_as.super_scales and packed_as.minimums:
-        tensors["super_minimums"] = tensors["super_scales"]
-    return pack_as(tensors, group_size, packed_as).numel()
 
 
 def unpack_codes(packed: torch.Tensor, group_size: int, columns: int, rows: int) -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ import torch
 
 from w4a8.core.float8 import are_powers_of_two
 from w4a8.core.kind import Kind
+from w4a8.ops import form_problem
 
 # Types of packed scales of one level, beside E8M0.
 SCALE_TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -17,12 +18,13 @@ E8M0 = torch.uint8
 
 def has_two_levels(group_size: int, columns: int) -> bool:
     """Whether the operators have channel scales for groups of ``group_size`` in K = ``columns``."""
-    return group_size == 16 and columns != 16
+    return not form_problem(columns if group_size == -1 else group_size, columns, 1, scale_dtype="e5m3")
 
 
 def has_exponents(kind: Kind, group_size: int, columns: int) -> bool:
     """Whether the operators have e8m0 scales for this kind, in groups of ``group_size`` in K = ``columns``."""
-    return kind == Kind.E2M1 and group_size > 0 and group_size % 32 == 0 and group_size != columns
+    group = columns if group_size == -1 else group_size
+    return not form_problem(group, columns, 1, values=kind.value, scale_dtype="e8m0")
 
 
 def scale_type_name(dtype: torch.dtype) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from w4a8.core.activation_groups import PER_TOKEN
 from w4a8.core.float8 import multiplied_scales
-from w4a8.core.matrix import Matrix, PackedAs, pack_as, packed_bytes, unpack_codes
+from w4a8.core.matrix import Matrix, PackedAs, pack_as, unpack_codes
 from w4a8.core.memory import fresh_bytes
 from w4a8.core.scale_types import has_two_levels, holds_scales, kept_scale_dtypes, scale_type_name
 
@@ -256,8 +256,7 @@ class MatrixStack:
             lacking = min(set(range(self.experts)) - self._done)
             raise ValueError(f"the matrix of expert {lacking} is incomplete")
         if self._packed is None:  # a rank without experts
-            how = (self.group_size, self.bias_dtype is not None, self.packed_as)
-            return torch.empty(0, packed_bytes(self.rows, self.columns, *how), dtype=torch.uint8)
+            return torch.empty(0, self.packed_as.bytes(self.rows, self.columns, self.group_size), dtype=torch.uint8)
         packed, self._packed, self._spare = self._packed, None, None
         self._done.clear()
         self._written = 0

@@ -11,7 +11,7 @@ from enum import Enum
 
 import torch
 
-from w4a8.core.matrix import GROUP_SIZES, is_group_size, pack_codes
+from w4a8.core.matrix import PackedAs, pack_codes
 from w4a8.core.nibbles import check_int4_range, to_nibbles
 from w4a8.core.scale_types import SCALE_TYPES
 from w4a8.core.weight_utils import replace_parameter
@@ -88,17 +88,15 @@ class CPUW4A8IntLinearKernel(MPLinearKernel):
 
     @classmethod
     def can_implement(cls, c: MPLinearLayerConfig) -> tuple[bool, str | None]:
-        in_size, group = c.partition_weight_shape[0], c.group_size
-        fits = is_group_size(group) and (group == -1 or in_size % group == 0)
+        in_size, out_size = c.partition_weight_shape
+        problem = PackedAs().problem(out_size, in_size, c.group_size)
         checks = (
             (current_platform.is_cpu(), "CPUW4A8Int only supported on CPU"),
             (c.act_type in INPUT_DTYPES, f"CPUW4A8Int requires FP32/BF16/FP16 activations, got {c.act_type}"),
             (c.weight_type == scalar_types.int4, f"CPUW4A8Int requires int4 weights, got {c.weight_type}"),
             (not c.zero_points, "CPUW4A8Int only supports symmetric weight quantization"),
             (not c.has_g_idx, "CPUW4A8Int does not support reordered input features (g_idx)"),
-            (is_group_size(group), f"Group size ({group}) not supported by CPUW4A8Int, must be {GROUP_SIZES}"),
-            (in_size > 0 and in_size % 2 == 0, f"in size ({in_size}) must be even"),
-            (fits, f"in size ({in_size}) must be a multiple of the group size ({group})"),
+            (not problem, f"CPUW4A8Int: {problem}"),
         )
         reason = first_reason(checks)
         return reason is None, reason

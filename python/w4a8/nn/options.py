@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from w4a8.core.activation_groups import check_activation_group
-from w4a8.core.matrix import GROUP_SIZES, is_group_size
+from w4a8.core.kind import Kind
+from w4a8.core.matrix import GROUP_SIZES, PackedAs, is_group_size
 from w4a8.ops import DEFAULT_EFFORT
 
 # The default of weights that share a scale when floats are quantized.
@@ -88,9 +89,9 @@ class QuantOptions:
         return cls(**fields) if given is None else cls(given, **fields)
 
     @property
-    def most_in_features(self) -> int:
-        """The largest K of a matrix to quantize: up to this K the operators take every ``group_size``, also -1."""
-        return 1 << {"e2m1": 19, "int6": 18, "int8": 16}.get(self.values, 20 if self.symmetric else 19)
+    def form(self) -> PackedAs:
+        """The form in which matrices are packed, except for the activation group."""
+        return PackedAs(Kind(self.values), self.scale_dtype, zero_points=not self.symmetric)
 
     def to_dict(self) -> dict[str, Any]:
         """The options as JSON can hold them; the constructor takes the result."""

@@ -51,14 +51,15 @@ def group_of(weight: torch.Tensor, options: QuantOptions) -> int:
     """Values of k per scale of a matrix [N, K].
 
     Raises:
-        ValueError: the group does not divide K, or the options have ``bits``.
+        ValueError: the operators cannot run such a matrix, or the options have ``bits``.
     """
     if options.bits is not None:
         raise ValueError(f"bits is {options.bits}, expected None: of one matrix there is no average")
     k = weight.shape[1]
     group = k if options.group_size == -1 else options.group_size
-    if group <= 0 or k % group != 0:
-        raise ValueError(f"group_size is {options.group_size}, expected -1 or a divisor of in_features = {k}")
+    problem = options.form.problem(len(weight), k, group)
+    if problem:
+        raise ValueError(problem)
     return group
 
 

@@ -128,14 +128,9 @@ class _Planner:
         if earlier is not None:
             self.plan.skipped.update(dict.fromkeys(earlier.names, reason))
 
-    def width_problem(self, what: str, k: int) -> str | None:
-        """Why a matrix with K = ``k`` cannot be packed."""
-        most, group = self.options.most_in_features, self.options.group_size
-        if k == 0 or k % 2 != 0 or k > most:
-            return f"{what} = {k} is not an even number up to {most}"
-        if group != -1 and k % group != 0:
-            return f"{what} = {k} is no multiple of group_size = {group}"
-        return None
+    def form_problem(self, rows: int, columns: int) -> str:
+        """Why a matrix [rows, columns] cannot be packed, or ""."""
+        return self.options.form.problem(rows, columns, self.options.group_size)
 
     def linear_problem(self, linear: torch.nn.Linear, name: str) -> str | None:
         """Why a linear layer cannot be replaced, or None."""
@@ -146,9 +141,8 @@ class _Planner:
             return f"{reader} reads its weight or bias itself"
         if has_hooks(linear) or has_own_forward(linear):
             return _LOST
-        if linear.out_features == 0:
-            return "out_features = 0"
-        return self.weight_problem(linear.weight) or self.width_problem("in_features", linear.in_features)
+        form = self.form_problem(linear.out_features, linear.in_features)
+        return self.weight_problem(linear.weight) or form or None
 
     def experts_problem(self, module: torch.nn.Module, experts: Experts) -> str | None:
         """Why the experts of a module cannot be replaced, or None."""
@@ -157,11 +151,11 @@ class _Planner:
         if experts.activation is None:
             return f"activation {type(experts.act_fn).__name__} is not one of the operator"
         _, hidden, intermediate = experts.sizes
-        return (
-            self.weight_problem(experts.w2[0])
-            or self.width_problem("hidden size", hidden)
-            or self.width_problem("intermediate size", intermediate)
-        )
+        problem = self.weight_problem(experts.w2[0])
+        for what, rows, columns in (("hidden", intermediate, hidden), ("intermediate", hidden, intermediate)):
+            form = self.form_problem(rows, columns)
+            problem = problem or (f"{what} size = {columns}: {form}" if form else None)
+        return problem
 
     def weight_problem(self, weight: torch.Tensor) -> str | None:
         """Why a weight cannot be read as floats on a CPU, or None."""

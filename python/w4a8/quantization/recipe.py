@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from w4a8.core.kind import Kind
-from w4a8.core.matrix import PackedAs, packed_bytes
 from w4a8.formats.packed_directory import joined_as
 from w4a8.nn import QuantOptions
 from w4a8.nn.rounding import round_weight
@@ -124,7 +122,7 @@ def _ladder(
     found: list[_Choice] = []
     for options in kinds:
         own = [sizes[id(job)] for job in jobs]
-        if any(columns > options.most_in_features for shapes, _ in own for _, columns in shapes):
+        if any(options.form.problem(*shape, options.group_size) for shapes, _ in own for shape in shapes):
             continue
         bits = sum(_bits(shapes, options) * weights for shapes, weights in own)
         lost = sum(_lost(job, options, weights, moments) for job, (_, weights) in zip(jobs, own))
@@ -158,8 +156,7 @@ def _matrices(model: torch.nn.Module, job: Job) -> _Sizes:
 
 def _bits(shapes: list[tuple[int, int]], options: QuantOptions) -> float:
     """Of a weight, scales and all."""
-    form = PackedAs(Kind(options.values), options.scale_dtype, zero_points=not options.symmetric)
-    packed = sum(8 * packed_bytes(rows, columns, options.group_size, False, form) for rows, columns in shapes)
+    packed = sum(8 * options.form.bytes(*shape, options.group_size) for shape in shapes)
     return packed / sum(rows * columns for rows, columns in shapes)
 
 

@@ -168,7 +168,7 @@ def test_ranks(name, tmp_path):
         for rank in range(ranks):
             layer = load(path, tp_rank=rank, tp_size=ranks, quantize_w4a16=True)[LAYER]
             assert_meant(layer, made, rows=slice(64 // ranks * rank, 64 // ranks * (rank + 1)))
-    problem = f"intermediate size per partition {group // 2}, which is not a multiple of the gr"
+    problem = f"intermediate size per partition {group // 2}: group .block_size. is {group}, expected k"
     with pytest.raises(NotImplementedError, match=problem):
         load(path, tp_rank=0, tp_size=128 // group, quantize_w4a16=True)
 

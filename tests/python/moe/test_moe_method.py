@@ -137,8 +137,12 @@ def test_create_weights(group_size, bias, activation, cls):
 @pytest.mark.parametrize(
     ("hidden", "intermediate", "message"),
     [
-        (144, 256, "kernel does not support hidden size 144, which is not a multiple of the group size 32"),
-        (128, 80, "kernel does not support intermediate size per partition 80, which is not a multiple of the group"),
+        (144, 256, "kernel does not support hidden size 144: group .block_size. is 32, expected k = 144 "),
+        (
+            128,
+            80,
+            "kernel does not support intermediate size per partition 80: group .block_size. is 32, expected k = 80",
+        ),
     ],
 )
 def test_create_weights_refuses_cut_groups(hidden, intermediate, message):

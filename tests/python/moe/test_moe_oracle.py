@@ -130,7 +130,13 @@ DATA, CONTEXT = parallel(dp_size=2), parallel(pcp_size=2)
 CUSTOM = RoutingMethodType.Custom
 ASYMMETRIC = int4_weight_key(32, symmetric=False)
 PER_RANK = "intermediate size per partition"
-MULTIPLE = "which is not a multiple of the group size"
+
+
+def cut(size, group):
+    groups = "or 16 or a multiple of 32 that divides it"
+    return f"{size}: group (block_size) is {group}, expected k = {size} (channelwise), {groups}"
+
+
 UNSUPPORTED = [
     ({"activation": "silu_no_mul"}, "no act_and_mul MLP layer", NoGate),
     ({"activation": "gelu"}, "MoEActivation.GELU activation", NoGelu),
@@ -142,9 +148,14 @@ UNSUPPORTED = [
     (CONTEXT, f"parallel config {CONTEXT['moe_parallel_config']}"),
     ({"routing_method": CUSTOM}, f"routing method {CUSTOM!r}"),
     ({"in_dtype": torch.float64}, "input dtype torch.float64"),
-    ({"hidden_dim": 144}, f"hidden size 144, {MULTIPLE} 32"),
-    ({"intermediate_size": 1408, **parallel(tp_size=2)}, f"{PER_RANK} 704, {MULTIPLE} 128", CPUExpertsInt4, G128),
-    ({"intermediate_size": 77}, f"{PER_RANK} 77, which is odd (two int4 values share a byte)", CPUExpertsInt4, CHANNEL),
+    ({"hidden_dim": 144}, f"hidden size {cut(144, 32)}"),
+    ({"intermediate_size": 1408, **parallel(tp_size=2)}, f"{PER_RANK} {cut(704, 128)}", CPUExpertsInt4, G128),
+    (
+        {"intermediate_size": 77},
+        f"{PER_RANK} 77: k (in_features) is 77, expected an even number in 2..1048576",
+        CPUExpertsInt4,
+        CHANNEL,
+    ),
     ({}, "batched_experts activation format", CPUExpertsInt4, G32, None, FusedMoEActivationFormat.BatchedExperts),
 ]
 

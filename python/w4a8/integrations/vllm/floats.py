@@ -151,7 +151,7 @@ class W4A8FloatsConfig(RunsLayersHere, QuantizationConfig):
             return LeftOut.not_quantized(prefix, "it is left alone by default")
         moe = getattr(layer, "moe_config", None)
         sizes = (layer.input_size,) if moe is None else (moe.hidden_dim, moe.intermediate_size)
-        if any(size % max(options.group_size, 2) != 0 or size > options.most_in_features for size in sizes):
+        if any(options.form.problem(1, size, options.group_size) for size in sizes):
             words = " and ".join(map(str, sizes))
             logger().warning_once(
                 "w4a8: layers with %s input features stay floats: groups of %d", words, options.group_size

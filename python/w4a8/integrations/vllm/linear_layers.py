@@ -115,11 +115,9 @@ class LinearWeights:
             self._load = MethodType(_load_output_layer, layer)
             sizes = [layer.shard_indices.num_org_elements]
         group = self.scheme.group_size
-        if self.k % max(group, 2) != 0:
-            raise ValueError(
-                f"w4a8: {self.layer_name}: {self.k} input features per rank (of {input_size}) are not a multiple of "
-                f"{max(group, 2)}"
-            )
+        problem = PackedAs(self.scheme.kind).problem(self.n, self.k, group)
+        if problem:
+            raise ValueError(f"w4a8: {self.layer_name}: {self.k} input features per rank (of {input_size}): {problem}")
         try:
             asked = self.scheme.wanted_activation_group(activation_group())
             self.activation_group = resolve_activation_group(asked, group, self.k)
@@ -306,6 +304,11 @@ class W4A8LinearScheme(LinearWeights, CompressedTensorsScheme):
 HEAD_GROUP = 32  # of an output layer in int4
 
 
+def head_options(bits: int) -> QuantOptions:
+    """How an output layer is rounded to integers of 4 or 8 bits."""
+    return QuantOptions(HEAD_GROUP, torch.bfloat16) if bits == 4 else QuantOptions(-1, values="int8")
+
+
 def lm_head_method(layer: torch.nn.Module, method: Any, by_default: bool = True) -> Any:
     """The method of any layer: ``method``, chosen so far, or integers for an output layer with an unquantized method.
 
@@ -322,10 +325,9 @@ def lm_head_method(layer: torch.nn.Module, method: Any, by_default: bool = True)
         return method
     if method is not None and not isinstance(method, (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)):
         return method
-    if layer.embedding_dim % HEAD_GROUP != 0:
-        logger().warning_once(
-            "w4a8: the output layer stays as it is: %d columns are no multiple of %d", layer.embedding_dim, HEAD_GROUP
-        )
+    problem = head_options(bits).form.problem(1, layer.embedding_dim, head_options(bits).group_size)
+    if problem:
+        logger().warning_once("w4a8: the output layer stays as it is: %s", problem)
         return method
     return W4A8LMHeadMethod(bits)
 
@@ -351,10 +353,8 @@ class W4A8LMHeadMethod(UnquantizedEmbeddingMethod):
         """
         weight = layer.weight
         self.n, self.k = weight.shape
-        options, groups = QuantOptions(-1, values="int8"), "with a scale for each row"
-        if self.bits == 4:
-            options, groups = QuantOptions(HEAD_GROUP, torch.bfloat16), f"in groups of {HEAD_GROUP}"
-        matrix = round_weight(weight.data, options)
+        groups = f"in groups of {HEAD_GROUP}" if self.bits == 4 else "with a scale for each row"
+        matrix = round_weight(weight.data, head_options(self.bits))
         self.group = matrix.group
         try:
             packed = matrix.pack(activation_group=self.activation_group)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from w4a8.core.matrix import Matrix, PackedAs, packed_bytes
+from w4a8.core.matrix import Matrix, PackedAs
 from w4a8.core.scale_types import E8M0
 from w4a8.core.stack import MatrixStack
 from w4a8.ops import PackedHeader
@@ -29,7 +29,8 @@ def joined(matrices: Iterable[Matrix], headers: Sequence[PackedHeader]) -> torch
 
 def joined_bytes(headers: Sequence[PackedHeader]) -> int:
     """Bytes of the result of :func:`joined` for these headers."""
-    return packed_bytes(*_joined_form(headers))
+    rows, columns, group, _, form = _joined_form(headers)
+    return form.bytes(rows, columns, group)
 
 
 def _joined_form(headers: Sequence[PackedHeader]) -> tuple[int, int, int, bool, PackedAs]:

@@ -10,7 +10,7 @@ from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
-from w4a8.core.activation_groups import PER_TOKEN, SIZES, in_words
+from w4a8.core.activation_groups import check_activation_group, in_words
 from w4a8.core.matrix import GROUP_SIZES, is_group_size
 from w4a8.integrations.vllm.log import logger
 from w4a8.nn.options import DEFAULT_GROUP_SIZE, QuantOptions
@@ -173,10 +173,12 @@ def activation_group() -> int | None:
     None: as the checkpoint says, otherwise the default.
     """
     value, where = _given(ACTIVATION_GROUP)
-    allowed = {"": None, **{str(size): size for size in (PER_TOKEN, *SIZES)}}
-    if value not in allowed:
-        raise ValueError(f"{where}={value!r}, expected -1, 32, 64 or 128")
-    return allowed[value]
+    asked = int(value) if value.removeprefix("-").isdecimal() else value or None
+    try:
+        check_activation_group(asked)
+    except ValueError as error:
+        raise ValueError(f"{where}={value!r}: {error}") from None
+    return asked
 
 
 def rounding() -> QuantOptions:
