@@ -197,8 +197,8 @@ Tensor pack_meta(const Tensor& weights, const Tensor& scales_zeros, const Option
 
 namespace {
 
-// What comes out of a packed tensor [bytes] or [E, bytes], not filled in. Absent ones have no elements.
-UnpackedAny empty_unpacked(const Tensor& packed, const PackedShape& shape) {
+// What comes out of `rows` rows of a packed tensor [bytes] or [E, bytes], not filled in. Absent ones have no elements.
+UnpackedAny empty_unpacked(const Tensor& packed, const PackedShape& shape, int64_t rows) {
   std::vector<int64_t> lead;
   if (packed.dim() == 2) lead.push_back(packed.size(0));
   const auto make = [&](std::initializer_list<int64_t> sizes, ScalarType dtype, bool present = true) {
@@ -206,21 +206,35 @@ UnpackedAny empty_unpacked(const Tensor& packed, const PackedShape& shape) {
     all.insert(all.end(), sizes);
     return new_tensor(present ? all : std::vector<int64_t>{0}, dtype, packed);
   };
-  return {make({shape.n, shape.row_bytes()}, ScalarType::Byte),
-          make({shape.n, shape.groups()}, scale_dtype_of(shape.scale_type)),
-          make({shape.n, shape.groups()}, ScalarType::Byte, shape.kind.zero_points),
-          make({shape.n}, ScalarType::Float, shape.has_bias),
+  return {make({rows, shape.row_bytes()}, ScalarType::Byte),
+          make({rows, shape.groups()}, scale_dtype_of(shape.scale_type)),
+          make({rows, shape.groups()}, ScalarType::Byte, shape.kind.zero_points),
+          make({rows}, ScalarType::Float, shape.has_bias),
           values_name(shape.kind.values),
-          make({shape.n}, ScalarType::Float, shape.two_level()),
-          make({shape.n, shape.groups()}, scale_dtype_of(shape.scale_type), shape.kind.minimums),
-          make({shape.n, shape.k / kSuperK}, ScalarType::Half, shape.in_supers()),
-          make({shape.n, shape.k / kSuperK}, ScalarType::Half, shape.in_supers() && shape.kind.minimums),
+          make({rows}, ScalarType::Float, shape.two_level()),
+          make({rows, shape.groups()}, scale_dtype_of(shape.scale_type), shape.kind.minimums),
+          make({rows, shape.k / kSuperK}, ScalarType::Half, shape.in_supers()),
+          make({rows, shape.k / kSuperK}, ScalarType::Half, shape.in_supers() && shape.kind.minimums),
           shape.activation_group};
 }
 
-// only_int4: refuse the other kinds.
+// The numbers of rows to unpack, int64 [T], each in [0, out_features).
+const int64_t* checked_rows(const Tensor& rows, const Tensor& packed, int64_t out_features) {
+  W4A8_CHECK(type_of(rows) == ScalarType::Long && rows.dim() == 1, "rows has dtype ", type_of(rows), " and ",
+             rows.dim(), " dimensions, expected int64 and 1");
+  W4A8_CHECK(packed.dim() == 1, "packed_weights has shape ", shape_text(packed.sizes()),
+             ", expected one matrix [bytes] beside rows");
+  const auto* const numbers = input_data<int64_t>(rows);
+  for (int64_t i = 0; i < rows.numel(); ++i) {
+    W4A8_CHECK(0 <= numbers[i] && numbers[i] < out_features, "rows[", i, "] is ", numbers[i], ", expected 0..",
+               out_features - 1);
+  }
+  return numbers;
+}
+
+// only_int4: refuse the other kinds. rows: int64 [T] of one matrix; without them all rows.
 UnpackedAny unpack_tensor(const Tensor& packed_weights, int64_t block_size, int64_t in_features, int64_t out_features,
-                          bool only_int4) {
+                          bool only_int4, const OptionalTensor& rows = {}) {
   check_cpu({{"packed_weights", packed_weights}});
   matrix_shape(block_size, in_features, out_features);
   check_packed("packed_weights", packed_weights, packed_weights.dim() == 2);
@@ -238,7 +252,9 @@ UnpackedAny unpack_tensor(const Tensor& packed_weights, int64_t block_size, int6
              kind_name(shape.kind), shape.two_level() ? " with channel scales" : "",
              shape.in_supers() ? " with super-scales" : "",
              ", expected int4: dyn_quant_unpack_any_4bit_weight unpacks every kind");
-  UnpackedAny out = empty_unpacked(packed, shape);
+  const Tensor which = rows.has_value() ? dense(*rows) : Tensor();
+  const int64_t* const numbers = which.defined() ? checked_rows(which, packed, out_features) : nullptr;
+  UnpackedAny out = empty_unpacked(packed, shape, numbers == nullptr ? out_features : which.numel());
   const auto& [weights, scales, zero_points, bias, values, channel_scales, minimums, super_scales, super_minimums,
                activation_group] = out;
   // Of one matrix of a stack; null if there are none.
@@ -251,12 +267,19 @@ UnpackedAny unpack_tensor(const Tensor& packed_weights, int64_t block_size, int6
     const PackedMatrix matrix = open(e);
     W4A8_CHECK(matrix.shape == shape, "packed_weights[", e,
                "] has another kind, scale type, bias flag or activation group than packed_weights[0]");
-    unpack(
-        matrix,
-        {static_cast<uint8_t*>(part(weights, e)), part(scales, e), static_cast<float*>(part(bias, e)),
-         static_cast<uint8_t*>(part(zero_points, e)), static_cast<float*>(part(channel_scales, e)), part(minimums, e),
-         static_cast<uint16_t*>(part(super_scales, e)), static_cast<uint16_t*>(part(super_minimums, e))},
-        parallel);
+    const UnpackedWeights to = {static_cast<uint8_t*>(part(weights, e)),
+                                part(scales, e),
+                                static_cast<float*>(part(bias, e)),
+                                static_cast<uint8_t*>(part(zero_points, e)),
+                                static_cast<float*>(part(channel_scales, e)),
+                                part(minimums, e),
+                                static_cast<uint16_t*>(part(super_scales, e)),
+                                static_cast<uint16_t*>(part(super_minimums, e))};
+    if (numbers == nullptr) {
+      unpack(matrix, to, parallel);
+    } else {
+      unpack_rows(matrix, numbers, which.numel(), to, parallel);
+    }
   }
   return out;
 }
@@ -269,9 +292,9 @@ std::tuple<Tensor, Tensor, Tensor> unpack_cpu(const Tensor& packed_weights, int6
   return {std::get<0>(out), std::get<1>(out), std::get<3>(out)};
 }
 
-UnpackedAny unpack_any_cpu(const Tensor& packed_weights, int64_t block_size, int64_t in_features,
-                           int64_t out_features) {
-  return unpack_tensor(packed_weights, block_size, in_features, out_features, /*only_int4=*/false);
+UnpackedAny unpack_any_cpu(const Tensor& packed_weights, int64_t block_size, int64_t in_features, int64_t out_features,
+                           const OptionalTensor& rows) {
+  return unpack_tensor(packed_weights, block_size, in_features, out_features, /*only_int4=*/false, rows);
 }
 
 namespace {
@@ -292,8 +315,8 @@ PackedShape form_of(int64_t block_size, int64_t in_features, int64_t out_feature
 
 std::string form_problem(int64_t block_size, int64_t in_features, int64_t out_features, Text values, bool zero_points,
                          bool minimums, Text scale_dtype, int64_t activation_group) {
-  const PackedShape shape = form_of(block_size, in_features, out_features, values, zero_points, minimums, scale_dtype,
-                                    activation_group);
+  const PackedShape shape =
+      form_of(block_size, in_features, out_features, values, zero_points, minimums, scale_dtype, activation_group);
   try {
     check_shape(shape);
   } catch (const std::invalid_argument& error) {
@@ -304,8 +327,8 @@ std::string form_problem(int64_t block_size, int64_t in_features, int64_t out_fe
 
 int64_t form_bytes(int64_t block_size, int64_t in_features, int64_t out_features, Text values, bool zero_points,
                    bool minimums, Text scale_dtype, int64_t activation_group) {
-  const PackedShape shape = form_of(block_size, in_features, out_features, values, zero_points, minimums, scale_dtype,
-                                    activation_group);
+  const PackedShape shape =
+      form_of(block_size, in_features, out_features, values, zero_points, minimums, scale_dtype, activation_group);
   check_shape(shape);
   return packed_bytes(shape);
 }

@@ -20,7 +20,8 @@ decltype(pack_cpu) pack_meta;
 
 std::tuple<Tensor, Tensor, Tensor> unpack_cpu(const Tensor& packed_weights, int64_t block_size, int64_t in_features,
                                               int64_t out_features);
-UnpackedAny unpack_any_cpu(const Tensor& packed_weights, int64_t block_size, int64_t in_features, int64_t out_features);
+UnpackedAny unpack_any_cpu(const Tensor& packed_weights, int64_t block_size, int64_t in_features, int64_t out_features,
+                           const OptionalTensor& rows);
 
 std::string form_problem(int64_t block_size, int64_t in_features, int64_t out_features, Text values, bool zero_points,
                          bool minimums, Text scale_dtype, int64_t activation_group);

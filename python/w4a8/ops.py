@@ -203,19 +203,24 @@ class UnpackedWeights(NamedTuple):
 
 
 def dyn_quant_unpack_any_4bit_weight(
-    packed_weights: torch.Tensor, block_size: int, in_features: int, out_features: int
+    packed_weights: torch.Tensor,
+    block_size: int,
+    in_features: int,
+    out_features: int,
+    rows: torch.Tensor | None = None,
 ) -> UnpackedWeights:
     """The exact inverse of dyn_quant_pack_4bit_weight for every kind of weights.
 
     Args:
         packed_weights: uint8 [bytes] or [E, bytes], all of one kind.
         block_size, in_features, out_features: as given when packing.
+        rows: int64 [T], rows of one matrix in any order; only these are unpacked. None: all rows.
 
     Returns:
-        The arguments given when packing; bias and channel_scales as float32, float8 scales as uint8.
+        The arguments given when packing, of these rows; bias and channel_scales as float32, float8 scales as uint8.
     """
     op = torch.ops.w4a8.dyn_quant_unpack_any_4bit_weight.default
-    return UnpackedWeights(*op(packed_weights, block_size, in_features, out_features))
+    return UnpackedWeights(*op(packed_weights, block_size, in_features, out_features, rows))
 
 
 def dyn_quant_matmul_4bit(

@@ -1,6 +1,7 @@
 """Single rows of packed matrices, and the embedding and output layer made of them: the bits of the whole matrix."""
 
 import copy
+import dataclasses
 import io
 
 import pytest
@@ -8,9 +9,8 @@ import torch
 from common import DTYPES, TORCH_VERSION, assert_same_bits
 
 import w4a8
-from w4a8.core import panels
-from w4a8.core.matrix import Matrix
-from w4a8.core.panels import PackedRows
+from w4a8.core import matrix as matrices
+from w4a8.core.matrix import Matrix, floats_of_rows
 from w4a8.nn import W4A8Linear, W8A8Linear
 from w4a8.nn.embedding import PackedEmbedding
 
@@ -65,33 +65,51 @@ MATRICES = {
 def test_rows(name):
     """In any order and as often as wanted, those of the last panel, too."""
     matrix = MATRICES[name]()
-    rows = PackedRows(matrix.pack())
+    packed = matrix.pack()
     which = torch.cat((torch.arange(N), torch.randint(0, N, (30,))))[torch.randperm(N + 30)]
-    assert_same_bits(rows.floats(which), matrix.floats()[which])
-    assert_same_bits(rows.floats(which[:1].int(), torch.bfloat16), matrix.floats()[which[:1]].bfloat16())
-    assert rows.floats(which[:0]).shape == (0, matrix.columns)
+    assert_same_bits(floats_of_rows(packed, which), matrix.floats()[which])
+    assert_same_bits(floats_of_rows(packed, which[:1].int(), torch.bfloat16), matrix.floats()[which[:1]].bfloat16())
+    assert floats_of_rows(packed, which[:0]).shape == (0, matrix.columns)
 
 
-def test_in_pieces_of_the_panels_that_are_asked_for(monkeypatch):
-    """A panel for each row, whatever the matrix has."""
-    matrix = MATRICES["int8"]()
-    rows, which, unpacked = PackedRows(matrix.pack()), torch.tensor([3, 39, 3, 17, 0]), []
-    unpack = panels.unpack_codes
-    monkeypatch.setattr(
-        panels, "unpack_codes", lambda packed, *sizes: unpacked.append(packed) or unpack(packed, *sizes)
-    )
-    monkeypatch.setattr(panels, "AT_ONCE", 2 * 16 * K)
-    assert_same_bits(rows.floats(which), matrix.floats()[which])
-    assert [len(packed) for packed in unpacked] == [2, 2, 1]
-    assert all(w4a8.read_header(one)["n"] == 16 for packed in unpacked for one in packed)
+@pytest.mark.parametrize("name", MATRICES)
+def test_parts_of_rows(name):
+    """The operator's tensors are those of all rows, at these indices; a bias, too."""
+    matrix = MATRICES[name]()
+    packed, which = dataclasses.replace(matrix, bias=torch.randn(N)).pack(), torch.tensor([3, 39, 3, 17, 0])
+    sizes = matrix.group, matrix.columns, N
+    some, every = (w4a8.dyn_quant_unpack_any_4bit_weight(packed, *sizes, rows=rows) for rows in (which, None))
+    for part, whole in zip(some, every):
+        if isinstance(part, torch.Tensor) and whole.numel():
+            assert_same_bits(part, whole[which])
+        else:
+            assert torch.equal(part, whole) if isinstance(part, torch.Tensor) else part == whole
+
+
+def test_in_pieces(monkeypatch):
+    """Few rows at a time."""
+    matrix, which = MATRICES["int8"](), torch.tensor([3, 39, 3, 17, 0])
+    monkeypatch.setattr(matrices, "_AT_ONCE", 2 * K)
+    assert_same_bits(floats_of_rows(matrix.pack(), which), matrix.floats()[which])
 
 
 @pytest.mark.parametrize("which", [[-1], [0, N], [N + 7], [1 << 40]])
 def test_rows_that_are_not_there(which):
     """Those of the last panel that are padding, too."""
-    rows = PackedRows(MATRICES["int4"]().pack())
+    packed = MATRICES["int4"]().pack()
     with pytest.raises(IndexError, match=r"^which has rows .*, but the matrix has rows 0\.\.39$"):
-        rows.floats(torch.tensor(which))
+        floats_of_rows(packed, torch.tensor(which))
+    with pytest.raises(RuntimeError, match=rf"rows\[{len(which) - 1}\] is {which[-1]}, expected 0..39"):
+        w4a8.dyn_quant_unpack_any_4bit_weight(packed, 32, K, N, torch.tensor(which))
+
+
+def test_rows_of_another_kind():
+    """Of another type, or of a stack."""
+    packed = MATRICES["int4"]().pack()
+    with pytest.raises(RuntimeError, match="rows has dtype Int and 1 dimensions, expected int64 and 1"):
+        w4a8.dyn_quant_unpack_any_4bit_weight(packed, 32, K, N, torch.zeros(2, dtype=torch.int32))
+    with pytest.raises(RuntimeError, match="expected one matrix"):
+        w4a8.dyn_quant_unpack_any_4bit_weight(packed[None], 32, K, N, torch.zeros(2, dtype=torch.int64))
 
 
 def embedding(matrix, dtype=torch.float32, scale=None):

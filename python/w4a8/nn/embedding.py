@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from w4a8.core.kind import Kind
-from w4a8.core.panels import PackedRows
+from w4a8.core.matrix import floats_of_rows
 from w4a8.nn.linear import W4A8Linear, W8A8Linear
 from w4a8.nn.packed import PackedLinear, PackedModule
 from w4a8.ops import read_header
@@ -19,7 +19,7 @@ _outside_of_graphs = getattr(getattr(torch, "compiler", None), "disable", lambda
 
 @_outside_of_graphs
 def _rows(packed: torch.Tensor, which: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return PackedRows(packed).floats(which, dtype)
+    return floats_of_rows(packed, which, dtype)
 
 
 class PackedEmbedding(PackedModule):
