@@ -29,7 +29,6 @@ from gguf_architectures import (
 )
 from test_transformers_gguf import unpacked
 
-import w4a8.checkpoint
 from w4a8.checkpoint.gguf_architectures import NOT_IN_VLLM
 from w4a8.integrations.transformers import W4A8Config
 from w4a8.nn.embedding import PackedEmbedding
@@ -202,13 +201,6 @@ def test_no_quarter_is_rotated(tmp_path):
     write("gemma4", model_of("gemma4"), tmp_path, change=lambda tensors: tensors | factors)
     with pytest.raises(ValueError, match=r"rope_freqs.weight does not rotate a quarter of the heads"):
         load(tmp_path)
-
-
-def test_linear_layers_without_a_model(tmp_path):
-    """Which have no names there."""
-    path = write("granite", model_of("granite"), tmp_path, quantized=True)
-    with pytest.raises(ValueError, match=r"'granite', whose linear layers have no names here without a model \("):
-        w4a8.checkpoint.load_linear(path)
 
 
 def test_the_table_of_the_documents():

@@ -113,9 +113,9 @@ import sys, w4a8
 late = ("checkpoint", "formats", "nn", "quantization", "mirror", "moe", "linear", "integrations")
 there = [name for name in sys.modules if name.startswith(tuple(f"w4a8.{package}" for package in late))]
 assert not there, there
-assert {"load", "quantize_", "nn"} <= set(dir(w4a8))
-from w4a8 import load, quantize_
-assert w4a8.load is w4a8.checkpoint.load and w4a8.quantize_ is w4a8.quantization.quantize_
+assert {"checkpoint", "quantize_", "nn"} <= set(dir(w4a8))
+from w4a8 import quantize_
+assert w4a8.checkpoint.read_layers and w4a8.quantize_ is w4a8.quantization.quantize_
 assert w4a8.nn.W4A8Linear and w4a8.formats.rules_of
 try:
     w4a8.lod

@@ -1,4 +1,4 @@
-"""Quantized checkpoints of which transformers and load_linear are to read the same: which tensors, from which files."""
+"""Quantized checkpoints of which transformers and read_layers are to read the same: which tensors, from which files."""
 
 import json
 
@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from test_transformers_formats import TOKENS, UP, load, write  # noqa: E402
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from w4a8.checkpoint import load_linear  # noqa: E402
+from w4a8.checkpoint import read_layers  # noqa: E402
 from w4a8.command.headers import read_headers  # noqa: E402
 from w4a8.integrations.transformers import W4A8Config  # noqa: E402
 
@@ -81,7 +81,7 @@ IN_TWO = [
 
 @pytest.mark.parametrize(("key", "options", "match"), IN_TWO)
 def test_a_tensor_in_two_shards(key, options, match, tmp_path):
-    """The index decides, here and in load_linear."""
+    """The index decides, here and in read_layers."""
     want = write(tmp_path, "qwen3", FORMATS["GPTQ"])
     in_two_shards(tmp_path / "theirs", key, **options)
     if match is None:
@@ -102,13 +102,13 @@ def test_an_index_leads_out_of_the_folder(tmp_path):
     (theirs / name).rename(tmp_path / name)
     index = theirs / "model.safetensors.index.json"
     index.write_text(index.read_text().replace(name, f"../{name}"))
-    for read in (load, read_headers, load_linear):
+    for read in (load, read_headers, read_layers):
         with pytest.raises(ValueError, match="which is no file of"):
             read(theirs)
 
 
 def test_a_file_beside_the_index(tmp_path):
-    """transformers takes model.safetensors, load_linear what the index names. Files may be gone from an index."""
+    """transformers takes model.safetensors, read_layers what the index names. Files may be gone from an index."""
     write(tmp_path, "qwen3", FORMATS["GPTQ"])
     theirs = tmp_path / "theirs"
     whole = (theirs / "model.safetensors").read_bytes()

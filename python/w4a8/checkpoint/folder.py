@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
+from w4a8.checkpoint.settings import EXPERT_COUNTS
 from w4a8.checkpoint.tensors import slices
-from w4a8.core.json_fields import CheckpointError
+from w4a8.core.json_fields import CheckpointError, json_field
 from w4a8.core.matrix import Matrix
 from w4a8.core.pages import Pages
 from w4a8.core.weight import ExpertWeights, Weight
 from w4a8.formats import LeftOut, Scheme, float8, scheme_of
 from w4a8.formats.format import all_suffixes, quantized_suffixes
+
+logger = logging.getLogger(__name__)
 
 # MXFP4 as gpt-oss has it: all experts in one tensor, ``model.layers.0.mlp.experts.gate_up_proj_blocks``.
 _STACKED = re.compile(r"(.+\.experts\.\w+)_(blocks|scales|bias)")
@@ -31,6 +35,7 @@ _SHARDS = {
     "w3": "w3",
     "w2": "w2",
 }
+_FAMILIES = ({"w1", "w3", "w2"}, {"w13", "w2"}, {"w1", "w2"})
 
 
 class FolderSource:
@@ -43,18 +48,19 @@ class FolderSource:
         is_stacked: all experts of a layer are in one tensor.
     """
 
-    def __init__(self, files: Sequence[str], config: Mapping[str, Any]) -> None:
+    def __init__(self, files: Sequence[str], config: Mapping[str, Any], model: Mapping[str, Any] | None = None) -> None:
         """Reads names, types and shapes.
 
         Args:
             files: safetensors files of one folder.
             config: the quantization_config.
+            model: config.json, for :meth:`layers`.
 
         Raises:
             CheckpointError: a configuration that is not read; names the key.
             ValueError: a damaged file, or a tensor in two files.
         """
-        self.files, self.rules = files, float8.rules_with_float8(config)
+        self.files, self.rules, self._model = files, float8.rules_with_float8(config), model or {}
         default = getattr(self.rules, "default", None)
         self.is_stacked = isinstance(default, Scheme) and default.facts.is_stacked
         self.keys: dict[str, tuple[str, str]] = {}
@@ -108,6 +114,10 @@ class FolderSource:
             ValueError: the matrix is not read.
         """
         scheme, parts = self.readable(name), self.tensors[name]
+        if len(shape) == 3:
+            sizes = {suffix: tuple(part.get_shape()[:1]) for suffix, part in parts.items()}
+            if any(size != (shape[0],) for size in sizes.values()):
+                raise ValueError(f"{name} is of {sizes} experts, expected {shape[0]}")
         stored = parts["bias"].get_dtype() if "bias" in parts else None
         bias = {"BF16": torch.bfloat16, "F16": torch.float16}.get(stored, torch.float32)
         own = scheme.wanted_activation_group(None)
@@ -122,33 +132,82 @@ class FolderSource:
             activation_group=own,
         )
 
-    def layers(self) -> dict[str, list[Weight] | ExpertWeights]:
-        """The linear layers, and the experts of each layer, by their names; matrices that are not read are left out."""
-        linears: dict[str, list[Weight]] = {}
-        experts: dict[str, dict[str, list[Weight]]] = {}
-        for name, parts in self.tensors.items():
-            scheme, match = self.scheme(name), _EXPERT.fullmatch(name)
-            if isinstance(scheme, (LeftOut, float8.Float8Scheme)):
-                continue
-            shape = tuple(parts[scheme.weight].get_shape()) if scheme.weight in parts else ()
-            codes = shape[1:] if self.is_stacked else shape
-            stated = parts["weight_shape"][...] if "weight_shape" in parts else None
-            shape = (*shape[: len(shape) - len(codes)], *scheme.shape(codes, name, stated))
-            weight = self.weight(name, shape, "bias" in parts)
-            if match is None or match["projection"] not in _SHARDS:
-                linears[name] = [weight]
-                continue
-            mine = experts.setdefault(match["layer"], {}).setdefault(_SHARDS[match["projection"]], [])
+    def layers(self, only: Callable[[str], bool] = lambda name: True) -> dict[str, list[Weight] | ExpertWeights]:
+        """The linear layers, and the experts of each layer, by their names.
+
+        Layers whose codes are not read are left out, and the log names them.
+
+        Raises:
+            CheckpointError: tensors of a layer that do not fit each other; or layers are left out, and no other is
+                there. Names the layer.
+        """
+        names: dict[str, list[str]] = {}
+        for name in self.tensors:
+            layer = self._layer(name)
+            if only(layer):
+                names.setdefault(layer, []).append(name)
+        found: dict[str, list[Weight] | ExpertWeights] = {}
+        left: dict[str, str] = {}
+        for layer, mine in names.items():
+            reasons = [reason for name in mine if (reason := self._reason_left_out(name)) is not None]
+            try:
+                if len(reasons) == len(mine):
+                    left[layer] = reasons[0]
+                elif reasons:
+                    raise ValueError(reasons[0])
+                else:
+                    found[layer] = [self._stored(layer)] if mine == [layer] else self._experts(layer, mine)
+            except ValueError as error:
+                raise CheckpointError(f"{layer}: {error}") from None
+        for layer, reason in left.items():
+            if not found:
+                raise CheckpointError(f"{layer}: {reason}")
+            logger.warning("%s is left out: %s", layer, reason)
+        return found
+
+    def _layer(self, name: str) -> str:
+        """The layer of a matrix: itself, or the experts of which it is one."""
+        match = _EXPERT.fullmatch(name)
+        return name if match is None or match["projection"] not in _SHARDS else match["layer"]
+
+    def _reason_left_out(self, name: str) -> str | None:
+        scheme = self.scheme(name)
+        if isinstance(scheme, float8.Float8Scheme):
+            return "floats of 8 bits are rounded with a model alone (transformers, vLLM)"
+        return scheme.reason if isinstance(scheme, LeftOut) else None
+
+    def _stored(self, name: str) -> Weight:
+        """A weight of the shape that its tensors have."""
+        scheme, parts = self.readable(name), self.tensors[name]
+        if scheme.weight not in parts:
+            raise ValueError(f"{name}.{scheme.weight} is missing")
+        codes, experts = tuple(parts[scheme.weight].get_shape()), ()
+        if self.is_stacked:
+            codes, experts = codes[1:], codes[:1]
+        stated = parts["weight_shape"][...] if "weight_shape" in parts else None
+        return self.weight(name, (*experts, *scheme.shape(codes, name, stated)), "bias" in parts)
+
+    def _experts(self, layer: str, names: Sequence[str]) -> ExpertWeights:
+        shards: dict[str, list[Weight]] = {}
+        for name in names:
+            match = _EXPERT.fullmatch(name)
+            mine = shards.setdefault(_SHARDS[match["projection"]], [])
             if match["expert"] is not None and int(match["expert"]) != len(mine):
-                raise CheckpointError(f"{name} is there, but expert {len(mine)} is not")
-            mine.append(weight)
-        for name, shards in experts.items():
-            if "w3" in shards and "w1" not in shards:  # without a gate
-                shards["w1"] = shards.pop("w3")
-            if "w13" in shards and not self.is_stacked:
-                raise CheckpointError(f"{shards['w13'][0].name}: whether its rows alternate gate and up is not known")
-            linears[name] = ExpertWeights(name, shards, interleaved=self.is_stacked)
-        return linears
+                raise ValueError(f"{name} is there, but expert {len(mine)} is not")
+            mine.append(self._stored(name))
+        if "w3" in shards and "w1" not in shards:  # without a gate
+            shards["w1"] = shards.pop("w3")
+        if set(shards) not in _FAMILIES:
+            raise ValueError(f"matrices {', '.join(sorted(shards))}, but w1, w3 and w2, or w13 and w2, are expected")
+        in_turns = self.is_stacked or self._model.get("model_type") == "gpt_oss"
+        if "w13" in shards and not in_turns:
+            raise ValueError(f"{shards['w13'][0].name}: whether its rows alternate gate and up is not known")
+        found = ExpertWeights(layer, shards, interleaved=in_turns)
+        text = json_field(self._model, "text_config", dict, "config.json: text_config") or self._model
+        stated = {key: text[key] for key in EXPERT_COUNTS if text.get(key) is not None}
+        if stated and found.experts not in stated.values():
+            raise ValueError(f"{found.experts} experts, but config.json says {stated}")
+        return found
 
     def _read(
         self, name: str, shape: tuple[int, ...], has_bias: bool, begin: int, end: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -23,6 +23,7 @@ from w4a8.formats.gguf_blocks import TYPES
 
 AT_ONCE = 1 << 25  # weights that are unpacked at once
 _STACK = re.compile(r"blk\.([0-9]{1,4})\.ffn_(gate_up|gate|up|down)_exps\.weight")
+_LEAF = re.compile(r"blk\.[0-9]{1,4}\.(\w+)\.\w+")
 # Kind of a stack in a layer with a gate, and without.
 _SHARDS = {"gate": "w1", "up": "w3", "down": "w2", "gate_up": "w13"}
 _HEADS = {"attn_q": "head_count", "attn_k": "head_count_kv"}
@@ -76,7 +77,8 @@ class GGUFLinears:
         Raises:
             CheckpointError: the rows do not fit the number of heads in the keys.
         """
-        leaf, shape = name.split(".")[2] if name.startswith("blk.") else name, self.file.tensors[name].shape
+        match, shape = _LEAF.fullmatch(name), self.file.tensors[name].shape
+        leaf = name if match is None else match[1]
         if self.architecture.turned and leaf in _HEADS:
             return self._turned(name, leaf, shape[0])
         if self.architecture.tiled and leaf in _OF_VALUES:
@@ -89,7 +91,8 @@ class GGUFLinears:
     def _turned(self, name: str, leaf: str, rows: int) -> torch.Tensor:
         keys, key = self.keys, f"attention.{_HEADS[leaf]}"
         heads = keys.get(key, keys.get("attention.head_count"))
-        heads = int(heads[int(name.split(".")[1])]) if isinstance(heads, np.ndarray) else heads
+        if isinstance(heads, np.ndarray):
+            heads = next(map(int, heads[int(name.split(".")[1]) :][:1]), None)
         if not isinstance(heads, int) or heads < 1 or rows % (2 * heads) != 0:
             raise CheckpointError(f"tensor {name!r} has {rows} rows, but {keys.architecture}.{key} is {shorten(heads)}")
         return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
@@ -155,15 +158,18 @@ class GGUFLinears:
         """The experts of one layer, by the names of its tensors; biases may be among them.
 
         Args:
-            names: of the stacks: gate, up and down; gate_up and down; without a gate up and down.
+            names: of the stacks: gate, up and down, or gate_up and down; of models without a gate up and down.
             layer: the name in the model.
 
         Raises:
             CheckpointError: other stacks, types or shapes.
         """
         stacks = {match[2]: match[0] for match in map(_STACK.fullmatch, sorted(names)) if match is not None}
-        if set(stacks) not in ({"gate", "up", "down"}, {"gate_up", "down"}, {"up", "down"}):
-            raise CheckpointError(f"{layer} has the stacks of experts {', '.join(stacks)}, expected gate, up, down")
+        routing = self.architecture.routing
+        gated = routing is None or routing.activation.is_gated
+        if set(stacks) not in (({"gate", "up", "down"}, {"gate_up", "down"}) if gated else ({"up", "down"},)):
+            expected = "gate, up, down" if gated else "up, down"
+            raise CheckpointError(f"{layer} has the stacks of experts {', '.join(stacks)}, expected {expected}")
         shards = {**_SHARDS, "up": "w3" if "gate" in stacks else "w1"}
         found = {shards[stack]: [self.weight([name])] for stack, name in stacks.items()}
         try:
@@ -171,8 +177,12 @@ class GGUFLinears:
         except ValueError as error:
             raise CheckpointError(str(error)) from None
 
-    def layers(self) -> dict[str, list[Weight] | ExpertWeights]:
-        """The matrices in blocks by their names, without embeddings; the experts of a layer as ``blk.<n>.experts``."""
+    def layers(self, only: Callable[[str], bool] = lambda name: True) -> dict[str, list[Weight] | ExpertWeights]:
+        """The matrices in blocks by their names, without embeddings; the experts of a layer as ``blk.<n>.experts``.
+
+        Raises:
+            CheckpointError: as :meth:`weight` and :meth:`experts`.
+        """
         found: dict[str, list[Weight] | ExpertWeights] = {}
         stacks: dict[str, list[str]] = {}
         for name, tensor in self.file.tensors.items():
@@ -180,9 +190,10 @@ class GGUFLinears:
             if match is not None and not self.keys.is_left_out(name):
                 stacks.setdefault(f"blk.{match[1]}.experts", []).append(name)
             is_matrix = len(tensor.shape) == 2 and name.endswith(".weight") and "_embd" not in name
-            if is_matrix and not self.file.is_float(name) and not self.keys.is_left_out(name):
-                found[name.removesuffix(".weight")] = [self.weight([name])]
-        return found | {layer: self.experts(names, layer) for layer, names in stacks.items()}
+            layer = name.removesuffix(".weight")
+            if is_matrix and not self.file.is_float(name) and not self.keys.is_left_out(name) and only(layer):
+                found[layer] = [self.weight([name])]
+        return found | {layer: self.experts(names, layer) for layer, names in stacks.items() if only(layer)}
 
     def _rows(self, name: str, begin: int, end: int) -> Iterator[tuple[int, Matrix]]:
         """As :attr:`Weight.read`, of a matrix."""

@@ -25,8 +25,12 @@ from w4a8.ops import Activation
 class Source(Protocol):
     """Files with quantized weights."""
 
-    def layers(self) -> Mapping[str, Sequence[Weight] | ExpertWeights]:
-        """The linear layers and the layers of experts, by their names in the files."""
+    def layers(self, only: Callable[[str], bool] = ...) -> Mapping[str, Sequence[Weight] | ExpertWeights]:
+        """The linear layers and the layers of experts, by their names in the files; default: all.
+
+        Raises:
+            CheckpointError: a layer cannot be read; names it.
+        """
 
 
 def open_source(path: str | Path) -> Source:
@@ -43,11 +47,12 @@ def open_source(path: str | Path) -> Source:
     if file is not None:
         return GGUFLinears(GGUFFile(file))
     folder = Path(path)
-    config = find_config(read_json(folder / "config.json"), folder)
+    model = read_json(folder / "config.json")
+    config = find_config(model, folder)
     files = [str(folder / name) for name in files_of(folder, read_index(folder))]
     if not files:
         raise CheckpointError(f"{folder} holds no *.safetensors file")
-    return PackedSource(files, config.get("packed")) if is_packed(config) else FolderSource(files, config)
+    return PackedSource(files, config.get("packed")) if is_packed(config) else FolderSource(files, config, model)
 
 
 def read_layers(
@@ -76,9 +81,7 @@ def read_layers(
     """
     found: dict[str, W4A8Linear | W8A8Linear | W4A8Experts] = {}
     with on_cpu():
-        for name, layer in open_source(path).layers().items():
-            if only is not None and not only(name):
-                continue
+        for name, layer in open_source(path).layers(only or (lambda name: True)).items():
             try:
                 if isinstance(layer, ExpertWeights):
                     sizes, packed, _ = pack_experts(layer, range(layer.experts), activation_group)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -60,10 +60,12 @@ class PackedSource:
             packed=lambda: self._slices[name][...],
         )
 
-    def layers(self) -> dict[str, list[Weight] | ExpertWeights]:
+    def layers(self, only: Callable[[str], bool] = lambda name: True) -> dict[str, list[Weight] | ExpertWeights]:
         """The linear layers, and the experts of each layer, by their names."""
         found: dict[str, list[Weight] | ExpertWeights] = {}
         for module, parts in self.packed.items():
+            if not only(module):
+                continue
             weights = {leaf: self.weight(module, leaf) for leaf in parts}
             if "w13_packed" in weights and "w2_packed" in weights:
                 found[module] = experts_of(module, weights["w13_packed"], weights["w2_packed"])

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from w4a8.core.json_fields import CheckpointError, read_json, shorten
+from w4a8.core.json_fields import CheckpointError, check_regular, read_json, shorten
 
 INDEX_NAME = "model.safetensors.index.json"
 
@@ -70,10 +70,18 @@ def file_of_each(directory: Path, keys: Mapping[str, Iterable[str]], index: Mapp
 
 
 def open_file(path: str) -> Any:
-    """A safetensors file, open for reading; the one place that opens files (but for transformers and vLLM)."""
+    """A safetensors file, open for reading; the one place that opens files (but for transformers and vLLM).
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or no regular file.
+    """
     from safetensors import safe_open
 
-    return safe_open(path, framework="pt")
+    check_regular(Path(path))
+    try:
+        return safe_open(path, framework="pt")
+    except Exception as error:  # safetensors raises its own class for damaged headers, OSError and others
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
 
 
 def opened(files: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
@@ -94,11 +102,11 @@ def slices(files: Sequence[str]) -> Iterator[tuple[str, Any]]:
     """Name and lazy tensor of all tensors in safetensors files, numbers inside of names in their order.
 
     Raises:
-        ValueError: other files; or as :func:`opened`.
+        CheckpointError: other files; or as :func:`opened`.
     """
     for file in files:
         if not str(file).endswith(".safetensors"):
-            raise ValueError(f"{file}: quantized weights are read from safetensors files only")
+            raise CheckpointError(f"{file}: quantized weights are read from safetensors files only")
     handles, place = opened(files)
     for key in sorted(place, key=_natural):
         yield key, handles[place[key]].get_slice(key)

@@ -1,6 +1,6 @@
 """`w4a8 inspect` says of a file what loading it does: every damaged or odd checkpoint of the other tests, both ways.
 
-Loading is `from_pretrained`. What it loads, `w4a8.load` and `load_linear` read as well. The only exceptions are values
+Loading is `from_pretrained`. What it loads, `read_layers` reads as well. The only exceptions are values
 of codes, scales and floats, which inspect does not read (VALUES).
 """
 
@@ -25,11 +25,8 @@ from format_checkpoints import ALL_FORMATS, FLOATS, FORMATS, damages  # noqa: E4
 from safetensors.torch import load_file, save_file  # noqa: E402
 from test_quantize_transformers import make_model  # noqa: E402
 
-import w4a8  # noqa: E402
-from w4a8.checkpoint import load_linear  # noqa: E402
-from w4a8.checkpoint.gguf_file import GGUFFile  # noqa: E402
+from w4a8.checkpoint import read_layers  # noqa: E402
 from w4a8.command import main  # noqa: E402
-from w4a8.command.headers import read_headers  # noqa: E402
 from w4a8.formats.rules import config_in  # noqa: E402
 from w4a8.integrations.transformers import W4A8Config, gguf  # noqa: E402
 
@@ -76,18 +73,10 @@ def words(text):
 
 
 def read_without_a_model(path):
-    """By w4a8's own readers, of a checkpoint that others have quantized."""
-    file = path / "model.gguf"
-    if file.exists():
-        names = GGUFFile(file).tensors
-    else:
-        source = config_in(path)
-        if source is None or source["quant_method"] == "w4a8":
-            return
-        names = read_headers(path)
-    load_linear(path)
-    if any("experts." in name or "_exps." in name for name in names):
-        w4a8.load(path)
+    """By `read_layers`, of a checkpoint that others have quantized."""
+    source = config_in(path)
+    if (path / "model.gguf").exists() or (source is not None and source["quant_method"] != "w4a8"):
+        read_layers(path)
 
 
 def check(path, capsys, what="", kind=Exception):
@@ -166,7 +155,7 @@ def test_gpt_oss(tensor, change, match, tmp_path, capsys):
 def one_format_each(table):
     """A row of each kind for readers of experts, in the first of its formats, and in all of those of 4-bit floats."""
     short = [(names if {*names} <= {*FLOATS} else [*names][:1], *rest) for names, *rest in table]
-    return [row for row in rows_of(short) if row[-1] != "load_linear" and not row[1].startswith("q.")]
+    return [row for row in rows_of(short) if row[-1] != "linear" and not row[1].startswith("q.")]
 
 
 def of_the_model(path, name, where):
@@ -175,12 +164,12 @@ def of_the_model(path, name, where):
         gpt_oss.write_gpt_oss(path)
         return f"model.layers.1.mlp.experts.{where}"
     formats.write(path, "qwen3", ALL_FORMATS[name])
-    return keys_of(name, where)["load"]
+    return keys_of(name, where)["experts"]
 
 
 @pytest.mark.parametrize("row", one_format_each(TENSORS), ids=lambda row: "-".join(row[:2]))
 def test_defects_of_tensors(row, tmp_path, capsys):
-    """Those of w4a8.load, of a model whose matrices are smaller."""
+    """Those of experts, of a model whose matrices are smaller."""
     name, where, change, words, *more = row
     key = of_the_model(tmp_path, name, where)
     formats.change_file(tmp_path / "theirs", lambda tensors: change_tensors(tensors, key, change))

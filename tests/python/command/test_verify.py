@@ -9,8 +9,8 @@ import multiplied_out
 import pytest
 from test_pack import run_json
 
+from w4a8.checkpoint import open_source
 from w4a8.checkpoint.gguf_file import GGUFFile
-from w4a8.checkpoint.tensors import CheckpointTensors
 from w4a8.command import main
 from w4a8.command.headers import read_headers
 from w4a8.formats.packed_directory import FORMAT, METHOD, VERSION
@@ -83,12 +83,12 @@ def test_named_pipes_for_other_readers(packed, tmp_path):
     index = packed / "model.safetensors.index.json"
     os.mkfifo(index)
     with pytest.raises(ValueError, match=r"index\.json is no regular file"):
-        CheckpointTensors(packed)
+        open_source(packed)
     index.unlink()
     (packed / "model.safetensors").unlink()
     os.mkfifo(packed / "model.safetensors")
     with pytest.raises(ValueError, match=r"model\.safetensors is no regular file"):
-        CheckpointTensors(packed)
+        open_source(packed)
     os.mkfifo(tmp_path / "model.gguf")
     with pytest.raises(ValueError, match=r"model\.gguf is no regular file"):
         GGUFFile(tmp_path / "model.gguf")

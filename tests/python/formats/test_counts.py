@@ -11,7 +11,7 @@ import transformers
 from gguf_models import TinyModel
 from test_quantize_transformers import make_model
 
-from w4a8.checkpoint import load_linear
+from w4a8.checkpoint import read_layers
 from w4a8.checkpoint.counts import blocks_of, check_counts
 from w4a8.command import main
 from w4a8.core.json_fields import CheckpointError
@@ -68,7 +68,7 @@ def test_gguf(key, tmp_path, capsys, monkeypatch):
             error = capsys.readouterr().err
             assert said in error and KEYS[key] in error
         with pytest.raises(CheckpointError, match=said):
-            load_linear(path)
+            read_layers(path)
 
 
 def test_gguf_by_transformers(tmp_path):

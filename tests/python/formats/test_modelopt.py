@@ -1,11 +1,11 @@
-"""nvidia-modelopt: layers of several algorithms (its rules: test_rules.py; what is refused: test_load_broken.py)."""
+"""nvidia-modelopt: layers of several algorithms (its rules: test_rules.py; what is refused: test_broken.py)."""
 
 import pytest
 import torch
 from format_checkpoints import ALL_FORMATS, LAYER, QUERY, experts_checkpoint
-from test_load_formats import assert_meant, meaning
+from test_read_formats import assert_meant, meaning
 
-from w4a8.checkpoint import load, load_linear
+from w4a8.checkpoint import read_layers
 
 pytest.importorskip("safetensors", reason="the safetensors package is not installed")
 FORM = ALL_FORMATS["NVFP4 modelopt"]
@@ -24,9 +24,9 @@ def test_mixed_precision(tmp_path, caplog):
     stated = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
     made.config["quantization_config"] = stated
     path = made.write(tmp_path)
-    assert_meant(load(path, quantize_w4a16=True)[LAYER], made)
     with caplog.at_level("WARNING", logger="w4a8.checkpoint"):
-        linear = load_linear(path, quantize_w4a16=True)
-    assert list(linear) == [QUERY] and torch.equal(meaning(linear[QUERY].packed)[0], made.meant[QUERY])
+        found = read_layers(path)
+    assert_meant(found.pop(LAYER), made)
+    assert list(found) == [QUERY] and torch.equal(meaning(found[QUERY].packed)[0], made.meant[QUERY])
     problem = f"quantization_config.quantized_layers['{other}'].quant_algo is 'FP8', but"
     assert f"{other} is left out: {problem}" in caplog.text

@@ -12,9 +12,9 @@ from format_checkpoints import (
     Checkpoint,
     model_config,
 )
-from test_load_formats import meaning
+from test_read_formats import meaning
 
-from w4a8.checkpoint import CheckpointError, load_linear
+from w4a8.checkpoint import CheckpointError, read_layers
 from w4a8.formats import LeftOut, Scheme, rules_of, scheme_of
 
 UP = f"{LAYER}.1.up_proj"
@@ -145,7 +145,7 @@ def test_linear_beside_fp8(tmp_path, caplog):
     made.tensors.update({f"{keys}.{name}_scale": torch.tensor(1.0).bfloat16() for name in ("weight", "input")})
     made.tensors["model.layers.0.mlp.gate.weight"] = torch.zeros(8, 64)
     with caplog.at_level("WARNING", logger="w4a8.checkpoint"):
-        layers = load_linear(made.write(tmp_path), quantize_w4a16=True)
+        layers = read_layers(made.write(tmp_path))
     assert list(layers) == [QUERY] and torch.equal(meaning(layers[QUERY].packed)[0], made.meant[QUERY])
     assert f"{keys} is left out: " in caplog.text
     assert "layer_quant_config['*k_proj'].weight.dtype is 'fp8_e4m3', but 'fp4' (MXFP4) is" in caplog.text

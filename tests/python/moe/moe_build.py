@@ -13,7 +13,6 @@ from w4a8.mirror import (
     QuantizationStrategy,
     RoutedExperts,
 )
-from w4a8.nn import W4A8MoE
 
 TOKEN_INT8 = QuantizationArgs(num_bits=8, strategy=QuantizationStrategy.TOKEN, dynamic=True)
 
@@ -167,28 +166,6 @@ ACTIVATIONS = list(MoEActivation)
 GROUP_SIZES = [-1, 32, 64, 128]
 
 
-def config_of(layer):
-    """The FusedMoEConfig of a layer of the mirror or of w4a8.load."""
-    if not isinstance(layer, W4A8MoE):
-        return layer.moe_config
-    return make_config(
-        num_experts=layer.num_experts,
-        experts_per_token=layer.top_k,
-        hidden_dim=layer.sizes.hidden,
-        intermediate_size=layer.sizes.intermediate,
-        num_local_experts=layer.sizes.experts,
-        activation=layer.activation,
-        routing_method=layer.routing_method,
-    )
-
-
-def packed_stacks(layer):
-    """w13 and w2, uint8 [E, bytes], of a layer of the mirror or of w4a8.load."""
-    if isinstance(layer, W4A8MoE):
-        return layer.w13_packed, layer.w2_packed
-    return layer.w13_weight_packed, layer.w2_weight_packed
-
-
 def assert_packed(layer, w13, w2, group_size=32, **options):
-    for packed, stack in zip(packed_stacks(layer), (w13, w2)):
+    for packed, stack in zip((layer.w13_weight_packed, layer.w2_weight_packed), (w13, w2)):
         assert torch.equal(packed, op_pack(stack, group_size, **options))

@@ -1,11 +1,8 @@
-"""Checkpoints for the tests: written by hand (safetensors only), or by the real compressed-tensors package."""
+"""Checkpoints for the tests, written by the real compressed-tensors package."""
 
 import format_checkpoints
-import pytest
 import torch
-from moe_build import Stack, random_stack
-
-from w4a8.core.nibbles import to_nibbles
+from moe_build import Stack
 
 HIDDEN, INTER, EXPERTS = 128, 256, 8
 LAYER = "model.layers.{}.mlp.experts"
@@ -17,61 +14,6 @@ def model_config(quantization, **changes):
     changes = {"num_experts_per_tok": 3, **changes}
     config = format_checkpoints.model_config(quantization, HIDDEN, INTER, EXPERTS, **changes)
     return {key: value for key, value in config.items() if key != "quantization_config" or value is not None}
-
-
-def quantization_config(group_size, format_, **changes):
-    """quantization_config as llm-compressor writes it; changes are of the weights."""
-    channel = group_size == -1
-    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "channel" if channel else "group"}
-    weights.update({"group_size": None if channel else group_size, "dynamic": False, **changes})
-    activations = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
-    group = {"targets": ["Linear"], "format": format_, "weights": weights, "input_activations": activations}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": format_,
-        "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head", "re:.*mlp.gate$"],
-    }
-
-
-def tensors_of_layer(w13, w2, format_, layer=FIRST, names=("gate_proj", "up_proj", "down_proj")):
-    """State dict of a layer's experts; two names: the first is all of w13."""
-    tensors = {}
-    for expert in range(len(w2.values)):
-        values, scales, bias = w13.of(expert)
-        half = len(values) // 2
-        parts = [slice(0, half), slice(half, None)] if len(names) == 3 else [slice(None)]
-        shards = [(values[p], scales[p], None if bias is None else bias[p]) for p in parts] + [w2.of(expert)]
-        for name, (values, scales, bias) in zip(names, shards):
-            module = f"{layer}.{expert}.{name}"
-            tensors[f"{module}.weight_scale"] = scales.to(torch.bfloat16).clone()
-            if format_ == "pack-quantized":
-                tensors[f"{module}.weight_packed"] = to_nibbles(values).view(torch.int32).clone()
-                tensors[f"{module}.weight_shape"] = torch.tensor(values.shape)
-            else:
-                tensors[f"{module}.weight"] = values.clone()
-            if bias is not None:
-                tensors[f"{module}.bias"] = bias.clone()
-    return tensors
-
-
-def write(path, tensors, config, files=1):
-    """Writes config.json and one safetensors file, or several and their index."""
-    pytest.importorskip("safetensors", reason="the safetensors package is not installed")
-    return format_checkpoints.Checkpoint(tensors, config).write(path, files)
-
-
-def random_layer(group_size, bias=False, gated=True, experts=EXPERTS):
-    """Stacks of a layer whose scales are bfloat16, as in checkpoints."""
-    w13 = random_stack(experts, 2 * INTER if gated else INTER, HIDDEN, group_size, bias, torch.float32)
-    w2 = random_stack(experts, HIDDEN, INTER, group_size, bias, torch.float32)
-    for stack in (w13, w2):
-        stack.scales = stack.scales.to(torch.bfloat16)
-    return w13, w2
-
-
-# ---- the real package ----
 
 
 class _Expert(torch.nn.Module):
@@ -140,7 +82,8 @@ def write_with_compressed_tensors(path, group_size, format_, bias=False, gated=T
         module.weight_scale.data.copy_(calculate_qparams(grouped.amin(-1), grouped.amax(-1), args)[0])
     compressor = ModelCompressor.from_pretrained_model(model)
     compressor.compress_model(model)
-    write(path, {key: tensor.contiguous() for key, tensor in model.state_dict().items()}, model_config(None))
+    tensors = {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
+    format_checkpoints.Checkpoint(tensors, model_config(None)).write(path)
     compressor.update_config(str(path))
     decompressed = {}
     for name, module in quantized.items():

@@ -1,16 +1,13 @@
-"""From checkpoints of the real compressed-tensors package to outputs: through the weight loader, and through load."""
+"""From checkpoints of the real compressed-tensors package to outputs: through the weight loader, and `read_layers`."""
 
-import dataclasses
-
-import moe_build
 import moe_checkpoint
 import pytest
 import tool_formats
 import torch
-from moe_build import GROUP_SIZES, assert_packed, config_of, logits_for, make_config, op_moe
+from moe_build import GROUP_SIZES, logits_for, make_config, op_moe, op_pack
 
-import w4a8.checkpoint
-from w4a8.mirror import CompressedTensorsW4A8Int8MoEMethod, RoutedExperts, RoutingMethodType, route
+from w4a8.checkpoint import CheckpointError, read_layers
+from w4a8.mirror import CompressedTensorsW4A8Int8MoEMethod, RoutedExperts, route
 
 pytest.importorskip("safetensors", reason="the safetensors package is not installed")
 pytest.importorskip("compressed_tensors", reason="the compressed-tensors package is not installed")
@@ -66,7 +63,7 @@ def load_through_weight_loader(path, moe, group_size):
 
 def check(layer, path, group_size):
     """Same bits as the op called by hand."""
-    moe = config_of(layer)
+    moe = layer.moe_config
     w13, w2 = moe_checkpoint.read_stacks(path, group_size, gated=moe.is_act_and_mul)
     x, logits = torch.randn(7, 128), logits_for(7)
     routing = {"e_score_correction_bias": layer.e_score_correction_bias}
@@ -106,24 +103,29 @@ def test_stacks_are_what_the_package_means(checkpoints, group_size, format_):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("format_", FORMATS)
 @pytest.mark.parametrize("group_size", GROUP_SIZES)
-def test_load(checkpoints, group_size, format_, bias):
+def test_read_layers(checkpoints, group_size, format_, bias):
+    """Attention in W8A8 is left out."""
     path, _ = checkpoints(group_size, format_, bias, layers=2)
-    layers = w4a8.checkpoint.load(path)
+    layers = read_layers(path)
     assert list(layers) == [moe_checkpoint.LAYER.format(i) for i in range(2)]
     for name, layer in layers.items():
-        w13, w2 = moe_checkpoint.read_stacks(path, group_size, name)
-        assert_packed(layer, w13, w2, group_size)
-        assert layer.routing_method is RoutingMethodType.Renormalize
-    check(layers[LAYER], path, group_size)
+        check_packed(layer, moe_checkpoint.read_stacks(path, group_size, name), group_size)
+    with pytest.raises(CheckpointError, match=r"group_0.weights.num_bits is 8, but 4 is expected|group_0 is 'int-quan"):
+        read_layers(path, only=lambda name: "self_attn" in name)
 
 
-def test_load_ungated(checkpoints):
+def check_packed(layer, stacks, group_size, **options):
+    for packed, stack in zip(layer.buffers(), stacks):
+        assert torch.equal(packed, op_pack(stack, group_size, **options))
+
+
+def test_without_a_gate(checkpoints):
     path, _ = checkpoints(32, gated=False)
-    settings = dataclasses.replace(w4a8.checkpoint.read_settings(path), activation=moe_build.MoEActivation.RELU2_NO_MUL)
-    check(w4a8.checkpoint.load(path, settings=settings)[LAYER], path, 32)
+    check_packed(read_layers(path)[LAYER], moe_checkpoint.read_stacks(path, 32, gated=False), 32)
 
 
-def test_load_weight_only(checkpoints):
-    """Refusal and default: test_moe_checkpoint_errors.py."""
+@pytest.mark.parametrize("asked, found", [(-1, -1), (None, 32)])
+def test_weight_only(checkpoints, asked, found):
     path, _ = checkpoints(32, "pack-quantized", weight_only=True)
-    check(w4a8.checkpoint.load(path, activation_group=-1)[LAYER], path, 32)
+    layer = read_layers(path, activation_group=asked)[LAYER]
+    check_packed(layer, moe_checkpoint.read_stacks(path, 32), 32, activation_group=found)

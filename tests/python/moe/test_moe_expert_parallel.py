@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 import meter
-import moe_checkpoint
 import pytest
 import torch.distributed
+from format_checkpoints import FORMATS, QUERY, experts_checkpoint
 
 EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "expert_parallel" / "expert_parallel.py"
 
@@ -47,8 +47,7 @@ def test_experts_that_do_not_divide():
 
 def test_from_a_checkpoint(tmp_path):
     pytest.importorskip("safetensors", reason="the safetensors package is not installed")
-    w13, w2 = moe_checkpoint.random_layer(32)
-    tensors = moe_checkpoint.tensors_of_layer(w13, w2, "pack-quantized")
-    config = moe_checkpoint.model_config(moe_checkpoint.quantization_config(32, "pack-quantized"))
-    out = run("--checkpoint", str(moe_checkpoint.write(tmp_path, tensors, config)))
+    made = experts_checkpoint(FORMATS["W4A8 pack"], 128, 256, 32, experts=8)
+    made.add(QUERY, FORMATS["W4A8 pack"], 64, 128, 32)
+    out = run("--checkpoint", str(made.write(tmp_path)))
     assert "rank 0: 4 of 8 experts" in out and "rank 1: 4 of 8 experts" in out

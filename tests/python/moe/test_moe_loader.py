@@ -16,7 +16,6 @@ from moe_build import (
     make_layer,
     make_stacks,
     op_moe,
-    packed_stacks,
     part_of_rank,
     weight_args,
 )
@@ -31,7 +30,7 @@ from w4a8.mirror import (
     method_v0_17,
     route,
 )
-from w4a8.nn import W4A8MoE
+from w4a8.nn import W4A8Experts
 
 RAW = [f"{name}_{tensor}" for name in ("w13", "w2") for tensor in ("weight", "weight_scale", "bias")]
 EVERY_OTHER = torch.arange(512).view(2, 256).t().flatten()  # rows g0 u0 g1 u1 ... of rows g0 g1 ... u0 u1 ...
@@ -330,13 +329,16 @@ WRONG = {
 }
 
 
-def packed_moe(layer):
-    """The same experts in the layer that w4a8.load gives."""
-    return W4A8MoE(*packed_stacks(layer), layer.sizes, layer.top_k, layer.moe_config.routing_method)
+def packed_stacks(layer):
+    return layer.w13_weight_packed, layer.w2_weight_packed
 
 
-LAYERS = {"fresh": fresh, "packed": lambda moe, group: make_layer(moe, group)[0]}
-LAYERS["of w4a8.load"] = lambda moe, group: packed_moe(make_layer(moe, group)[0])
+def experts(moe, group):
+    """The same experts without a router."""
+    return W4A8Experts(*packed_stacks(make_layer(moe, group)[0]), moe.hidden_dim, moe.intermediate_size, group)
+
+
+LAYERS = {"fresh": fresh, "packed": lambda moe, group: make_layer(moe, group)[0], "experts": experts}
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -348,7 +350,7 @@ def test_refused(name, kind):
     state = saved(make_layer(moe, 32)[0])
     change(state, moe)
     layer = LAYERS[kind](moe, 32)
-    if kind == "of w4a8.load":
+    if kind == "experts":
         state = {key.replace("_weight", ""): state[key] for key in NAMES}
         message = message.replace("_weight", "")
     before = {key: tensor.clone() for key, tensor in layer.state_dict().items()}
