@@ -13,13 +13,17 @@ from __future__ import annotations
 import argparse
 import os
 import socket
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import w4a8
-from w4a8.nn import ExpertSizes, RoutingMethodType, W4A8MoE, determine_expert_map
+from w4a8.checkpoint import open_source
+from w4a8.core.packer import pack_experts
+from w4a8.core.weight import ExpertWeights
+from w4a8.nn import W4A8Experts, determine_expert_map
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 GROUP = 32
@@ -39,37 +43,66 @@ def random_expert(args: argparse.Namespace, expert: int) -> tuple[torch.Tensor, 
     return w13, random_matrix(args.hidden, args.intermediate, generator)
 
 
-def random_layer(args: argparse.Namespace, rank: int, ranks: int) -> W4A8MoE:
-    """This rank's part of a random layer: only its own experts are ever made."""
-    local, expert_map = determine_expert_map(ranks, rank, args.experts)
-    mine = range(args.experts) if expert_map is None else torch.nonzero(expert_map != -1).flatten().tolist()
-    w13, w2 = (torch.stack(matrices) for matrices in zip(*(random_expert(args, expert) for expert in mine)))
-    sizes = ExpertSizes(local, args.hidden, args.intermediate, GROUP)
-    return W4A8MoE(w13, w2, sizes, args.top_k, RoutingMethodType.Renormalize, expert_map=expert_map)
+class Layer:
+    """This rank's experts, and the router, which chooses among those of all ranks."""
+
+    def __init__(self, experts: W4A8Experts, top_k: int, expert_map: torch.Tensor) -> None:
+        """Takes them; expert_map: int32 [experts of all ranks], the number of an expert here, or -1."""
+        self.experts, self.top_k, self.expert_map = experts, top_k, expert_map
+
+    def route(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits [T, E] to weights float32 [T, k], and the numbers of the experts among those of all ranks [T, k]."""
+        return w4a8.topk_routing(logits, self.top_k, True)
+
+    def run(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The sum of the chosen experts that are here, [T, H]."""
+        return self.experts(x, self.expert_map[ids.long()], weights)
+
+    def __call__(self, x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """The part of the layer's output that is from experts here."""
+        return self.run(x, *self.route(logits))
 
 
-def make_layer(args: argparse.Namespace, rank: int, ranks: int) -> W4A8MoE:
+def experts_of_checkpoint(path: str) -> ExpertWeights:
+    """The experts of the first layer that has some; nothing of them is read."""
+    return next(layer for layer in open_source(path).layers().values() if isinstance(layer, ExpertWeights))
+
+
+def random_stacks(args: argparse.Namespace, mine: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed w13 and w2 of some experts of a random layer: only these are ever made."""
+    return tuple(torch.stack(matrices) for matrices in zip(*(random_expert(args, expert) for expert in mine)))
+
+
+def make_layer(args: argparse.Namespace, rank: int, ranks: int) -> Layer:
     """This rank's part of the layer: of a checkpoint (only its experts are read), or random."""
-    if args.checkpoint is None:
-        return random_layer(args, rank, ranks)
-    return next(iter(w4a8.load(args.checkpoint, ep_rank=rank, ep_size=ranks).values()))
+    source = None if args.checkpoint is None else experts_of_checkpoint(args.checkpoint)
+    count = args.experts if source is None else source.experts
+    _, expert_map = determine_expert_map(ranks, rank, count)
+    expert_map = torch.arange(count, dtype=torch.int32) if expert_map is None else expert_map
+    mine = torch.nonzero(expert_map != -1).flatten().tolist()
+    if source is None:
+        stacks, sizes = random_stacks(args, mine), (args.hidden, args.intermediate, GROUP)
+    else:
+        found, packed, _ = pack_experts(source, mine, activation_group=None)
+        stacks, sizes = (packed["w13"], packed["w2"]), (found.hidden, found.intermediate, found.group_size)
+    return Layer(W4A8Experts(*stacks, *sizes), args.top_k, expert_map)
 
 
-def make_input(args: argparse.Namespace, layer: W4A8MoE) -> tuple[torch.Tensor, torch.Tensor]:
+def make_input(args: argparse.Namespace, layer: Layer) -> tuple[torch.Tensor, torch.Tensor]:
     """Hidden states [T, H] and router logits [T, E], the same in every process."""
     generator = torch.Generator().manual_seed(args.seed)
-    x = torch.randn(args.tokens, layer.sizes.hidden, generator=generator).to(DTYPES[args.dtype])
-    return x, torch.randn(args.tokens, layer.num_experts, generator=generator)
+    x = torch.randn(args.tokens, layer.experts.hidden_size, generator=generator).to(DTYPES[args.dtype])
+    return x, torch.randn(args.tokens, len(layer.expert_map), generator=generator)
 
 
-def addition_bound(layer: W4A8MoE, x: torch.Tensor, logits: torch.Tensor, ranks: int) -> torch.Tensor:
+def addition_bound(layer: Layer, x: torch.Tensor, logits: torch.Tensor, ranks: int) -> torch.Tensor:
     """How far two orders of addition may be apart: float64 [T, H].
 
     On either side a token's k weighted expert outputs are added in float32, one rounding each; the sums of the ranks
     are added in float32 too. A type below float32 is rounded to three times: each rank's share (together at most once
     the sum of absolute values), their sum, and the output of one process. No rounding exceeds u times that sum.
     """
-    weights, ids = layer.route(x, logits)
+    weights, ids = layer.route(logits)
     size = torch.zeros(x.shape, dtype=torch.float64)
     for slot in range(layer.top_k):
         one = layer.run(x.float(), weights[:, slot : slot + 1], ids[:, slot : slot + 1])
@@ -90,11 +123,9 @@ def run_rank(rank: int, args: argparse.Namespace, port: int) -> None:
         total = layer(x, logits).float()
         dist.all_reduce(total)
         out = total.to(x.dtype)
-        bytes_ = layer.w13_packed.numel() + layer.w2_packed.numel()
-        print(
-            f"rank {rank}: {layer.sizes.experts} of {layer.num_experts} experts, {bytes_ / 2**20:.1f} MiB packed",
-            flush=True,
-        )
+        bytes_ = sum(stack.numel() for stack in layer.experts.buffers())
+        here = f"{layer.experts.num_experts} of {len(layer.expert_map)} experts"
+        print(f"rank {rank}: {here}, {bytes_ / 2**20:.1f} MiB packed", flush=True)
         dist.barrier()
         if rank == 0:
             whole = make_layer(args, 0, 1)

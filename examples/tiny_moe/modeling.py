@@ -1,9 +1,9 @@
 """Load a pack-quantized checkpoint of a Qwen3-MoE into transformers, in one of two ways.
 
 ``load_dequantized`` gives the stock float32 model with the int4 weights multiplied out: what the numbers of a
-checkpoint mean, at eight times their size. ``load_w4a8`` replaces the MoE blocks by the layers of ``w4a8.load``, and
-each other quantized matrix by those of ``w4a8.checkpoint.load_linear``, which quantize the activations to int8 row by
-row. No float copy of a quantized weight ever exists.
+checkpoint mean, at eight times their size. ``load_w4a8`` replaces each quantized matrix, and the experts of each MoE
+block, by the layers of ``w4a8.checkpoint.read_layers``, which quantize the activations to int8 row by row. No float
+copy of a quantized weight ever exists.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import w4a8.checkpoint
-from w4a8.nn import W4A8MoE
+from w4a8.nn import W4A8Experts
 
 _QUANTIZED_SUFFIXES = (".weight_packed", ".weight_scale", ".weight_shape")
 
@@ -107,16 +107,18 @@ class Checkpoint:
 class W4A8SparseMoeBlock(nn.Module):
     """Stands in for transformers' sparse MoE block, [B, S, H] to the same: its own router, all experts in one call."""
 
-    def __init__(self, gate: nn.Module, experts: W4A8MoE) -> None:
+    def __init__(self, gate: nn.Module, experts: W4A8Experts, top_k: int, renormalize: bool) -> None:
         super().__init__()
         self.gate = gate
         self.experts = experts
+        self.top_k = top_k
+        self.renormalize = renormalize
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        # The layer routes as the configuration of the model says; it takes the logits.
         router_logits = nn.functional.linear(tokens, self.gate.weight)
-        return self.experts(tokens, router_logits).view_as(hidden_states)
+        weights, ids = w4a8.topk_routing(router_logits, self.top_k, self.renormalize)
+        return self.experts(tokens, ids, weights).view_as(hidden_states)
 
 
 def _skeleton(config: Qwen3MoeConfig) -> Qwen3MoeForCausalLM:
@@ -162,12 +164,13 @@ def load_w4a8(directory: Path) -> Qwen3MoeForCausalLM:
     """The model with every quantized matrix, dense or expert, computed by the ``w4a8`` ops."""
     checkpoint = Checkpoint(directory)
     model = _skeleton(checkpoint.config)
-    # Expert by expert from the file into packed layers, named as in the checkpoint: model.layers.0.mlp.experts.
-    for name, experts in w4a8.load(directory, progress=True).items():
-        block = name.removesuffix(".experts")
-        model.set_submodule(block, W4A8SparseMoeBlock(model.get_submodule(block).gate, experts))
-    for name, linear in w4a8.checkpoint.load_linear(directory).items():
-        model.set_submodule(name, linear)
+    # Matrix by matrix from the file into packed layers, named as in the checkpoint: model.layers.0.mlp.experts.
+    for name, layer in w4a8.checkpoint.read_layers(directory).items():
+        if isinstance(layer, W4A8Experts):
+            name, config = name.removesuffix(".experts"), model.config
+            gate = model.get_submodule(name).gate
+            layer = W4A8SparseMoeBlock(gate, layer, config.num_experts_per_tok, config.norm_topk_prob)
+        model.set_submodule(name, layer)
     # The experts have their weights already.
     model.load_state_dict(checkpoint.float_tensors(), strict=False, assign=True)
     missing = [name for name, parameter in model.named_parameters() if parameter.is_meta]
@@ -178,7 +181,7 @@ def load_w4a8(directory: Path) -> Qwen3MoeForCausalLM:
 
 def expert_bytes(model: Qwen3MoeForCausalLM) -> tuple[int, int]:
     """Bytes of all packed experts of a ``load_w4a8`` model, and of the same weights in bfloat16."""
-    layers = [module for module in model.modules() if isinstance(module, W4A8MoE)]
+    layers = [module for module in model.modules() if isinstance(module, W4A8Experts)]
     packed = sum(layer.w13_packed.nbytes + layer.w2_packed.nbytes for layer in layers)
-    weights = sum(3 * layer.num_experts * layer.sizes.intermediate * layer.sizes.hidden for layer in layers)
+    weights = sum(3 * layer.num_experts * layer.intermediate_size * layer.hidden_size for layer in layers)
     return packed, 2 * weights

@@ -9,17 +9,17 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 if int(transformers.__version__.split(".")[0]) < 5:
     pytest.skip("transformers 5 is needed", allow_module_level=True)
 
-from w4a8.checkpoint import load_linear  # noqa: E402
+from w4a8.checkpoint import read_layers  # noqa: E402
 from w4a8.checkpoint.gguf_architectures import ARCHITECTURES  # noqa: E402
 from w4a8.checkpoint.gguf_config import config_of  # noqa: E402
 from w4a8.checkpoint.gguf_key_table import EQUAL, HARMLESS, NEUTRAL, check_keys  # noqa: E402
 from w4a8.checkpoint.gguf_keys import pooling_of  # noqa: E402
-from w4a8.checkpoint.settings import settings_from_config, settings_from_keys  # noqa: E402
+from w4a8.checkpoint.settings import router_in_config, router_in_file  # noqa: E402
 from w4a8.command import main  # noqa: E402
 from w4a8.integrations.vllm.gguf_folder import folder_of  # noqa: E402
 
 IN_FILES = {"mixtral": "llama", "deepseek3": "deepseek2", "olmo3": "olmo2", "granitemoeshared": "granitemoe"}
-WITH_EXPERTS = [name for name, known in ARCHITECTURES.items() if known.routing is not None and known.routing.is_known]
+WITH_EXPERTS = [name for name, known in ARCHITECTURES.items() if known.routing is not None]
 # Of a key: a value, and another one.
 VALUES = {
     "context_length": (4096, 8192),
@@ -129,13 +129,12 @@ ROUTER = {
 }
 
 
-def of_load(keys, has_bias):
-    """What `w4a8.load` takes, or the error."""
+def of_keys(keys, has_bias):
+    """The router of the file, or the error."""
     try:
-        found = settings_from_keys(keys, has_bias)
+        return router_in_file(keys, has_bias)
     except ValueError as error:
         return str(error)
-    return found.routing_method, found.routed_scaling_factor, found.num_expert_group, found.topk_group
 
 
 def of_transformers(keys, has_bias):
@@ -144,10 +143,10 @@ def of_transformers(keys, has_bias):
         config = config_of(keys, ["blk.1.exp_probs_b.bias"] if has_bias else [])
     except ValueError as error:
         return str(error)
-    found = settings_from_config(config)
+    found = router_in_config(config["model_type"], config)
     if found.has_correction_bias != has_bias:
         return f"the GGUF file lacks a correction bias (exp_probs_b), but {config['model_type']} has one"
-    return found.routing_method, found.routed_scaling_factor, found.num_expert_group, found.topk_group
+    return found
 
 
 @pytest.mark.parametrize("key", ROUTER)
@@ -158,7 +157,7 @@ def test_one_router(name, key):
     for value in ROUTER[key]:
         for has_bias in (False, True):
             keys = keys_of(name, values_of(name) | {key: value})
-            mine, theirs = of_load(keys, has_bias), of_transformers(keys, has_bias)
+            mine, theirs = of_keys(keys, has_bias), of_transformers(keys, has_bias)
             assert mine == theirs, (key, value, has_bias)
             verdicts.add(mine)
             if isinstance(mine, str) and "exp_probs_b" not in mine:
@@ -244,7 +243,7 @@ def test_what_is_ignored_is_refused(name):
         nothing, something = neutral[key]
         assert made(keys_of(name, values | {key: nothing})) == made(keys_of(name, values)), key
         keys = keys_of(name, values | {key: something})
-        for reader in (check_keys, lambda keys: config_of(keys, []), lambda keys: settings_from_keys(keys, False)):
+        for reader in (check_keys, lambda keys: config_of(keys, [])):
             with pytest.raises(ValueError, match=rf"^{prefix}\.{key} is "):
                 reader(keys)
 
@@ -294,6 +293,6 @@ def test_files_with_a_key_that_is_ignored(tmp_path, capsys):
     path = tiny.write(tmp_path)
     message = "qwen3.final_logit_softcapping is 30.0 in the GGUF file, but 0 is expected: it is not applied"
     with pytest.raises(ValueError, match=message):
-        load_linear(path)
+        read_layers(path)
     assert main(["inspect", str(path)]) == 1
     assert message in capsys.readouterr().err

@@ -78,7 +78,6 @@ class Routing:
         follows: keys of the router that a file may set freely, and the fields of the config that take their values. Any
             other key of the router must have the model's own value, or the file is refused.
         has_bias: the router has a correction bias.
-        is_known: :func:`w4a8.load`, without a model around the experts, can route so.
         on_input: the weights of experts multiply their input.
         in_config: defaults for fields missing in a config.json, by keys, if they differ from the defaults above; and
             values that only a config.json has.
@@ -90,7 +89,6 @@ class Routing:
     activation: MoEActivation = MoEActivation.SILU
     follows: Mapping[str, str] = field(default_factory=lambda: {NORM: "norm_topk_prob"})
     has_bias: bool = False
-    is_known: bool = False
     on_input: bool = False
     in_config: Mapping[str, Any] = field(default_factory=dict)
 
@@ -194,7 +192,7 @@ ARCHITECTURES = {
         "Mixtral",
         "mixtral",
         _DENSE | _LOCAL_EXPERTS,
-        Routing(renormalize=True, size_key="feed_forward_length", follows={}, is_known=True),
+        Routing(renormalize=True, size_key="feed_forward_length", follows={}),
         turned=True,
     ),
     "gemma2": Architecture(
@@ -220,18 +218,18 @@ ARCHITECTURES = {
     ),
     "qwen2": Architecture("Qwen2", "qwen2"),
     "qwen3": Architecture("Qwen3", "qwen3"),
-    "qwen2moe": Architecture("Qwen2Moe", "qwen2_moe", _QWEN_EXPERTS | _SHARED, Routing(is_known=True)),
+    "qwen2moe": Architecture("Qwen2Moe", "qwen2_moe", _QWEN_EXPERTS | _SHARED, Routing()),
     "qwen3moe": Architecture(
         "Qwen3Moe",
         "qwen3_moe",
         _QWEN_EXPERTS,
-        Routing(renormalize=True, is_known=True, in_config={NORM: False}),
+        Routing(renormalize=True, in_config={NORM: False}),
     ),
     "qwen3next": Architecture(
         "Qwen3Next",
         "qwen3_next",
         _QWEN_EXPERTS | _SHARED,
-        Routing(renormalize=True, is_known=True),
+        Routing(renormalize=True),
         features=_DELTA_NET,
         norm_plus=1,
         joined=True,
@@ -253,7 +251,7 @@ ARCHITECTURES = {
         "Olmoe",
         "olmoe",
         _DENSE | _EXPERTS,
-        Routing(size_key="feed_forward_length", is_known=True),
+        Routing(size_key="feed_forward_length"),
     ),
     "olmo2": Architecture("Olmo2", "olmo2", told_by=("attention.sliding_window",)),
     "olmo3": Architecture("Olmo3", "olmo3", features=(heads, windows(4), two_rotations())),
@@ -261,7 +259,7 @@ ARCHITECTURES = {
         "GptOss",
         "gpt_oss",
         _LOCAL_EXPERTS | {"expert_feed_forward_length": "intermediate_size"},
-        Routing(SOFTMAX_OF_SELECTED, activation=MoEActivation.SWIGLUOAI, follows={}, is_known=True),
+        Routing(SOFTMAX_OF_SELECTED, activation=MoEActivation.SWIGLUOAI, follows={}),
         features=(heads, windows(2), yarn_of_gpt_oss),
         transposed=True,
         in_turns=True,
@@ -270,7 +268,7 @@ ARCHITECTURES = {
         "DeepseekV2",
         "deepseek_v2",
         _DENSE | _ROUTED,
-        Routing(follows=_GROUPED, is_known=True, in_config={NORM: False}),
+        Routing(follows=_GROUPED, in_config={NORM: False}),
         optional=_LEADING,
         constants=_NO_DENSE,
         features=(latent_attention, greedy_or_grouped),
@@ -279,7 +277,7 @@ ARCHITECTURES = {
         "DeepseekV3",
         "deepseek_v3",
         _DENSE | _ROUTED,
-        Routing(SIGMOID, **_BIASED, is_known=True, in_config=_DEEPSEEK_CONFIG),
+        Routing(SIGMOID, **_BIASED, in_config=_DEEPSEEK_CONFIG),
         optional=_LEADING,
         constants=_NO_MTP | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
         features=(latent_attention,),
@@ -297,7 +295,7 @@ ARCHITECTURES = {
         "Glm4Moe",
         "glm4_moe",
         _DENSE | _ROUTED,
-        Routing(SIGMOID, renormalize=True, **_BIASED, is_known=True),
+        Routing(SIGMOID, renormalize=True, **_BIASED),
         optional=_LEADING,
         constants=_NO_MTP,
         features=(heads_in_part, norms_of_heads),
@@ -306,7 +304,7 @@ ARCHITECTURES = {
         "MiniMaxM2",
         "minimax_m2",
         _LOCAL_EXPERTS | {"expert_feed_forward_length": "intermediate_size", "rope.dimension_count": "rotary_dim"},
-        Routing(SIGMOID, renormalize=True, follows={}, has_bias=True, is_known=True),
+        Routing(SIGMOID, renormalize=True, follows={}, has_bias=True),
         constants={"scoring_func": "sigmoid", "use_routing_bias": True},
         features=(heads_in_part,),
     ),
