@@ -74,6 +74,7 @@ class FolderSource:
                 self.tensors.setdefault(name, {})[suffix] = part
             self.types[key] = part.get_dtype()
         self._pages = Pages(files)  # mapped by now
+        self._last: Sequence[torch.Tensor] = ()
         self.tensors = {name: parts for name, parts in self.tensors.items() if self._is_quantized(name, parts)}
 
     def _is_quantized(self, name: str, parts: Mapping[str, Any]) -> bool:
@@ -212,7 +213,7 @@ class FolderSource:
     def _read(
         self, name: str, shape: tuple[int, ...], has_bias: bool, begin: int, end: int
     ) -> Iterator[tuple[int, Matrix]]:
-        """As :attr:`Weight.read`; the matrix may have views of the files, whose pages are released."""
+        """As :attr:`Weight.read`; the matrix may have views of the files, whose pages the next call releases."""
         tensors = self.tensors[name]
         if len(shape) == 3:
             expert, begin = divmod(begin, shape[1])
@@ -220,8 +221,9 @@ class FolderSource:
             tensors = {suffix: part[expert : expert + 1][0] for suffix, part in tensors.items()}
         else:
             tensors = {suffix: part[...] for suffix, part in tensors.items()}
+        self._pages.release(self._last)
+        self._last = tuple(tensors.values())
         matrix = self.readable(name).read(tensors, name)
-        self._pages.release(tensors.values())
         _check_shape(name, (matrix.rows, matrix.columns), shape[-2:])
         bias = checked_bias(matrix.bias, has_bias, name)
         matrix = matrix if bias is matrix.bias else replace(matrix, bias=bias)

@@ -209,7 +209,7 @@ def test_e2m1_values():
         assert torch.signbit(torch.tensor(value)) == (code >= 8)
 
 
-# --- what is refused, beside the table of test_load_broken.py ---------------------------------------------------------
+# --- what is refused, beside the table of test_broken.py ---------------------------------------------------------
 
 needs_meta = pytest.mark.skipif(not hasattr(torch, "func"), reason="torch 1 has no shifts on the meta device")
 
