@@ -30,6 +30,7 @@ from w4a8.integrations.vllm.decoder_layers import (
     float_weight,
 )
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
+from w4a8.integrations.vllm.products import Product
 
 # Biases beside packed matrices (llama, qwen2, gpt_oss), experts that all tokens share, windows, sinks.
 FROM_FILES = ("llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "olmoe", "glm4_moe", "gpt_oss")
@@ -238,6 +239,7 @@ def test_small_matrices_lie_together():
         for module in model:
             module.weight_packed = torch.nn.Parameter(torch.randint(256, (70000,), dtype=torch.uint8), False)
             module.weight_packed.weight_loader = test_small_matrices_lie_together
+            module.w4a8 = [Product("weight_packed", 0, 0, 1)]
         model[2].weight_packed = model[1].weight_packed
         expected = [module.weight_packed.clone() for module in model]
     loaded._move(model, None, None)

@@ -144,9 +144,7 @@ def test_what_is_left_to_vllm(monkeypatch):
     layer.moe_config.is_lora_enabled = True
     assert experts_method(Scheme("gptq", 32, True, bits=8), layer, "layers.0") is None
     assert said == ["w4a8: leaves layers of experts to vLLM, because of LoRA"]
-    with pytest.raises(
-        ValueError, match=r"intermediate size per partition 41: k .in_features. is 41, expected"
-    ):
+    with pytest.raises(ValueError, match=r"intermediate size per partition 41: k .in_features. is 41, expected"):
         make_layer(-1, 41, form="gptq", bits=8)
 
 

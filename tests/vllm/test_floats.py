@@ -109,7 +109,7 @@ def layer_of(cls=RowParallelLinear, **more):
 def test_which_layers(rank, caplog):  # noqa: F811
     """Not routers, nor what groups do not divide, or two do not share."""
     config, o_proj = W4A8MethodConfig(), "model.layers.0.self_attn.o_proj"
-    assert isinstance(config.get_quant_method(layer_of(input_size=96), o_proj).scheme, RoundedScheme)
+    assert isinstance(config.get_quant_method(layer_of(input_size=96), o_proj).filler.scheme, RoundedScheme)
     for name, size in ((o_proj, 100), ("model.layers.0.mlp.gate", 96), ("model.layers.0.mlp.shared_expert_gate", 96)):
         assert type(config.get_quant_method(layer_of(input_size=size), name)) is UnquantizedLinearMethod
     moe = make_layer(intermediate=96)[0].moe_config

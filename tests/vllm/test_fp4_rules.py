@@ -7,7 +7,6 @@ from layers import chosen, make_layer
 from test_fp4 import config_of
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import RowParallelLinear, UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.models.utils import WeightsMapper
 
 from w4a8.integrations.vllm import config as shared
@@ -20,7 +19,7 @@ from w4a8.integrations.vllm.configs import (
     W4A8ModelOptMixedConfig,
     W4A8QuarkConfig,
 )
-from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod, W4A8LinearScheme
+from w4a8.integrations.vllm.linear_layers import Rounded, W4A8LinearMethod, W4A8LinearScheme
 from w4a8.integrations.vllm.moe import W4A8MoEMethod, W4A8QuarkGptOssMethod
 
 NOT_QUANTIZED, EXPERTS = "not quantized", "model.layers.0.mlp.experts"
@@ -103,7 +102,7 @@ def test_autorounds_data_type(group, taken):
     assert_taken(config, {"model.layers.0.mlp.gate": False})
     if taken:
         method = chosen(config, "model.layers.0.self_attn.o_proj")
-        assert method.scheme.format == "nvfp4-pack-quantized" and method.scheme.group_size == 16
+        assert method.filler.scheme.format == "nvfp4-pack-quantized" and method.filler.scheme.group_size == 16
     else:
         with pytest.raises(ValueError, match="o_proj: a layer of NVFP4 that this cannot run, and vLLM neither"):
             chosen(config, "model.layers.0.self_attn.o_proj")
@@ -188,7 +187,7 @@ def test_wildcards_of_quark():
     """What our rules leave out is not asked of vLLM's, which know no wildcards."""
     config = quark(exclude=["*.mlp.gate", "*.1.self_attn.*", "*.2.self_attn.q_proj", "*.3.mlp.experts.*", "lm_*"])
     assert_taken(config, {name: taken for name, taken in TAKEN.items() if ".2." not in name})
-    assert isinstance(chosen(config, "lm_head", head=True), UnquantizedEmbeddingMethod)
+    assert isinstance(chosen(config, "lm_head", head=True).filler, Rounded)
     assert experts_of(config, "model.layers.3.mlp.experts") == NOT_QUANTIZED
     with pytest.raises(ValueError, match=r"2\.self_attn\.qkv_proj: .*q_proj is not quantized: .* but others of"):
         chosen(config, "model.layers.2.self_attn.qkv_proj")

@@ -1,5 +1,4 @@
-"""GGUF files: layers beside w4a8.load and load_linear, whole and cut for two ranks; what becomes of a path; what is
-refused."""
+"""GGUF files: layers beside read_layers, whole and cut for two ranks; what is refused."""
 
 from types import MethodType
 
@@ -19,11 +18,12 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 import w4a8
-from w4a8.checkpoint import load_linear
+from w4a8.checkpoint.layers import read_layers
 from w4a8.core.matrix import Matrix, unpack_codes
+from w4a8.core.packer import pack_experts
 from w4a8.integrations.vllm.gguf import W4A8GGUFConfig
 from w4a8.integrations.vllm.gguf_folder import experts_of, linears_of
-from w4a8.integrations.vllm.gguf_layers import W4A8GGUFMoEMethod
+from w4a8.integrations.vllm.pulled import PulledMoEMethod
 
 MAPPING = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 ATTENTION, MLP = "model.layers.0.self_attn", "model.layers.0.mlp"
@@ -69,7 +69,7 @@ def linear(config, name):
     else:
         layer = RowParallelLinear(INTER, HIDDEN, prefix=name, **how)
     if not isinstance(layer.quant_method, UnquantizedLinearMethod):
-        layer.quant_method.load(layer)
+        layer.w4a8_filler.load(layer)
         layer.quant_method.process_weights_after_loading(layer)
     return layer
 
@@ -81,7 +81,7 @@ def unpacked(packed):
 
 def products(layer):
     """What is multiplied, one after the other."""
-    return [getattr(layer, product.parameter).data for product in layer.quant_method.products]
+    return [getattr(layer, product.parameter).data for product in layer.w4a8]
 
 
 def rows_of(layer):
@@ -96,25 +96,27 @@ def rows_of(layer):
 
 @pytest.mark.parametrize("kind", gguf_models.TYPES)
 def test_one_product_of_one_type(kind, rank, tmp_path):  # noqa: F811
-    """Of three matrices of a type; one matrix is, to the byte, what load_linear packs."""
+    """Of three matrices of a type; one matrix is, to the byte, what read_layers packs."""
     path = written(tmp_path, **dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output"), kind))
-    theirs, config = load_linear(path), config_of(path)
+    theirs, config = read_layers(path), config_of(path)
     layer = linear(config, f"{ATTENTION}.o_proj")
-    assert [packed.tolist() for packed in products(layer)] == [theirs[f"{ATTENTION}.o_proj"].packed.tolist()]
+    assert [packed.tolist() for packed in products(layer)] == [theirs["blk.0.attn_output"].packed.tolist()]
     layer = linear(config, f"{ATTENTION}.qkv_proj")
     assert len(products(layer)) == 1
-    parts = [unpacked(theirs[f"{ATTENTION}.{each}_proj"].packed).floats() for each in "qkv"]
+    parts = [unpacked(theirs[f"blk.0.attn_{each}"].packed).floats() for each in "qkv"]
     assert torch.equal(rows_of(layer)[0], torch.cat(parts))
 
 
 def test_a_product_for_each_type(rank, tmp_path):  # noqa: F811
-    """Each is, to the byte, what load_linear packs; the answers are its answers, one after the other."""
+    """Each is, to the byte, what read_layers packs; the answers are its answers, one after the other."""
     path = written(tmp_path, attn_q="Q4_K", attn_k="Q8_0", attn_v="Q6_K", ffn_gate="Q4_K", ffn_up="Q5_K")
-    theirs, config = load_linear(path), config_of(path)
-    for name, parts in (("self_attn.qkv_proj", "qkv"), ("mlp.gate_up_proj", ("gate", "up"))):
-        name = f"model.layers.0.{name}"
-        layer = linear(config, name)
-        expected = [theirs[f"{name.rpartition('.')[0]}.{part}_proj"] for part in parts]
+    theirs, config = read_layers(path), config_of(path)
+    for name, parts in (
+        ("self_attn.qkv_proj", ("attn_q", "attn_k", "attn_v")),
+        ("mlp.gate_up_proj", ("ffn_gate", "ffn_up")),
+    ):
+        layer = linear(config, f"model.layers.0.{name}")
+        expected = [theirs[f"blk.0.{part}"] for part in parts]
         assert [packed.tolist() for packed in products(layer)] == [each.packed.tolist() for each in expected]
         x = torch.randn(3, HIDDEN)
         assert torch.equal(layer(x)[0], torch.cat([each(x) for each in expected], -1))
@@ -134,13 +136,13 @@ def test_floats_beside_blocks(rank, tmp_path):  # noqa: F811
     tiny.tensors["blk.0.attn_q.weight"] = gguf_models.turned(weight, HEADS)
     tiny.tensors |= {f"blk.0.ffn_{each}.weight": torch.randn(INTER, HIDDEN) for each in ("gate", "up")}
     config = config_of(tiny.write(tmp_path))
-    layer, theirs = linear(config, f"{ATTENTION}.qkv_proj"), load_linear(config.path)
+    layer, theirs = linear(config, f"{ATTENTION}.qkv_proj"), read_layers(config.path)
     x = torch.randn(3, HIDDEN)
     bias = tiny.model.model.layers[0].self_attn.q_proj.bias
     queries = torch.nn.functional.linear(x, weight, bias)
     found = layer(x)[0].split([HEADS * HEAD, 2 * KV_HEADS * HEAD], -1)
     torch.testing.assert_close(found[0], queries)
-    assert torch.equal(found[1], torch.cat([theirs[f"{ATTENTION}.{each}_proj"](x) for each in "kv"], -1))
+    assert torch.equal(found[1], torch.cat([theirs[f"blk.0.attn_{each}"](x) for each in "kv"], -1))
     assert isinstance(linear(config, f"{MLP}.gate_up_proj").quant_method, UnquantizedLinearMethod)
 
 
@@ -186,7 +188,7 @@ def test_a_cut_through_blocks(rank, tmp_path):  # noqa: F811
     rank(1, 4)
     config = config_of(path)
     message = (
-        rf"w4a8: {MLP}.down_proj of .*model.gguf: 128 of the 512 columns of tensor 'blk.0.ffn_down.weight' for each of "
+        rf"w4a8: {MLP}.down_proj of .*model.gguf: 128 of the 512 columns of blk.0.ffn_down.weight for each of "
         r"4 ranks cut blocks of 256 \(Q6_K\)"
     )
     with pytest.raises(ValueError, match=message):
@@ -198,11 +200,11 @@ def test_a_cut_through_blocks(rank, tmp_path):  # noqa: F811
 def test_the_output_layer(ranks, rows, rank, tmp_path):  # noqa: F811
     """Its rows, for several ranks as many each, with zeros behind the vocabulary."""
     path = written(tmp_path)
-    theirs, found = unpacked(load_linear(path)["lm_head"].packed).floats(), []
+    theirs, found = unpacked(read_layers(path)["output"].packed).floats(), []
     for index in range(ranks):
         rank(index, ranks)
         layer = ParallelLMHead(VOCAB, HIDDEN, quant_config=config_of(path), prefix="lm_head")
-        layer.quant_method.load(layer)
+        layer.w4a8_filler.load(layer)
         found.append(rows_of(layer)[0])
         x = torch.randn(2, HIDDEN)
         assert layer.quant_method.apply(layer, x).shape == (2, rows[index])
@@ -218,7 +220,8 @@ def test_an_output_layer_that_shares_the_embeddings(rank, tmp_path, monkeypatch)
     layer = ParallelLMHead(VOCAB, HIDDEN, quant_config=config, prefix="lm_head")
     embeddings = torch.nn.Module()
     assert layer.tie_weights(embeddings) is layer and not hasattr(layer, "weight")
-    assert layer.quant_method.load(layer) == [], "the tensor is left for the embeddings"
+    layer.w4a8_filler.load(layer)
+    assert layer.w4a8_filler.names == [], "the tensor is left for the embeddings"
     assert torch.equal(rows_of(layer)[0], linears_of(str(path)).file.floats("token_embd.weight", 0, VOCAB))
     for value in ("0", "int8"):
         monkeypatch.setenv("W4A8_VLLM_LM_HEAD", value)
@@ -241,7 +244,7 @@ def experts_layer(path, name, *, tp=(0, 1), ep=None, intermediate=INTER):
     local = {expert: index for index, expert in enumerate(mine)}
     layer._map_global_expert_id_to_local_expert_id = MethodType(lambda self, expert: local.get(expert, -1), layer)
     (first, *_) = experts_of(str(path))
-    method = W4A8GGUFMoEMethod(str(path), first, layer, f"{MLP}.experts")
+    method = PulledMoEMethod(experts_of(str(path))[first], str(path), layer, f"{MLP}.experts")
     method.create_weights(layer, len(mine), HIDDEN, intermediate // tp[1], torch.bfloat16)
     method.load(layer)
     method.process_weights_after_loading(layer)
@@ -250,33 +253,25 @@ def experts_layer(path, name, *, tp=(0, 1), ep=None, intermediate=INTER):
 
 @pytest.mark.parametrize("name", ["qwen3moe", "mixtral", "gpt-oss", "qwen2moe"])
 def test_experts(name, rank, tmp_path):  # noqa: F811
-    """To the byte what w4a8.load packs: whole, half of each for two ranks, and some of them; unequal groups run."""
+    """To the byte what pack_experts packs: whole, half of each for two ranks, and some of them; unequal groups run."""
     path = TinyModel(name).write(tmp_path)
-    key = f"{MLP}.experts"
     published = "block_sparse_moe" if name == "mixtral" else "mlp"
     names = {f"model.layers.{i}.{each}.experts": f"model.layers.{i}.{published}.experts" for i in (0, 1)
              for each in {published, "mlp"}}  # fmt: skip
     assert config_of(path).experts == names
-    for tp, theirs in (
-        ((0, 1), w4a8.load(path)),
-        ((0, 2), w4a8.load(path, tp_rank=0, tp_size=2)),
-        ((1, 2), w4a8.load(path, tp_rank=1, tp_size=2)),
-    ):
-        layer, method = experts_layer(path, name, tp=tp)
+    experts = linears_of(str(path)).layers()["blk.0.experts"]
+    for tp, ep in (((0, 1), None), ((0, 2), None), ((1, 2), None), ((0, 1), [2, 3])):
+        layer, method = experts_layer(path, name, tp=tp, ep=ep)
+        _, expected, _ = pack_experts(experts, range(EXPERTS) if ep is None else ep, None, *tp)
         for stack in ("w13", "w2"):
-            expected = getattr(theirs[key], f"{stack}_packed")
-            assert torch.equal(getattr(layer, f"{stack}_weight_packed"), expected)
+            assert torch.equal(getattr(layer, f"{stack}_weight_packed"), expected[stack])
         assert method.sizes.operator_group_size == 0
-    layer, method = experts_layer(path, name, ep=[2, 3])
-    theirs = w4a8.load(path, ep_rank=1, ep_size=2)[key]
-    assert torch.equal(layer.w13_weight_packed, theirs.w13_packed)
-    assert torch.equal(layer.w2_weight_packed, theirs.w2_packed)
 
 
 def test_experts_whose_blocks_would_be_cut(rank, tmp_path):  # noqa: F811
     path = TinyModel("qwen3moe").write(tmp_path)
     message = (
-        rf"w4a8: {MLP}.experts of .*model.gguf: 128 of the 512 columns of tensor 'blk.0.ffn_down_exps.weight' for each "
+        rf"w4a8: {MLP}.experts of .*model.gguf: 128 of the 512 columns of blk.0.ffn_down_exps.weight for each "
         r"of 4 ranks cut blocks of 256 \(Q6_K\): expert parallelism does not \(--enable-expert-parallel\)"
     )
     with pytest.raises(ValueError, match=message):
@@ -285,5 +280,7 @@ def test_experts_whose_blocks_would_be_cut(rank, tmp_path):  # noqa: F811
 
 def test_experts_of_other_sizes(rank, tmp_path):  # noqa: F811
     path = TinyModel("qwen3moe").write(tmp_path)
-    with pytest.raises(ValueError, match=r"bias\) are \(4, 256, 512, False\), expected \(4, 256, 1024, False\)"):
+    with pytest.raises(
+        ValueError, match=r"bias\) are \(4, 256, 512, True, False\), expected \(4, 256, 1024, True, False\)"
+    ):
         experts_layer(path, "qwen3moe", intermediate=2 * INTER)

@@ -11,6 +11,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from w4a8.formats import Scheme
 from w4a8.integrations.vllm.configs import W4A8CompressedTensorsConfig, W4A8GPTQConfig
 from w4a8.integrations.vllm.linear_layers import W4A8LinearScheme
+from w4a8.integrations.vllm.received import Received
 
 N, K, GROUP = 64, 128, 32
 NAME = "model.layers.0.mlp.gate_up_proj"
@@ -22,7 +23,7 @@ def make_layer(monkeypatch, format_, symmetric=True):
         name = f"vllm.model_executor.parameter.get_tensor_model_parallel_{what}"
         monkeypatch.setattr(name, lambda value=value: value)
     layer = torch.nn.Module()
-    layer.scheme = W4A8LinearScheme(Scheme(format_, GROUP, symmetric), NAME)
+    layer.scheme = W4A8LinearScheme(Received(Scheme(format_, GROUP, symmetric), NAME))
 
     def load(param, loaded, part):
         rows = param.shape[param.output_dim] // 2
@@ -82,7 +83,7 @@ def load_gptq(layer, tensors):
     for name, tensor in tensors.items():
         for part in range(2):
             getattr(layer, name).weight_loader(getattr(layer, name), tensor, part)
-    if layer.w4a8_weights.packed_as is None:
+    if layer.w4a8_filler.packed_as is None:
         layer.scheme.process_weights_after_loading(layer)
 
 
@@ -147,7 +148,7 @@ def test_gptq_rules_of_a_layer_of_three_matrices(dynamic, bits):
         assert isinstance(method, UnquantizedLinearMethod)
     else:
         scheme = Scheme("gptq", GROUP, True, bits=bits, weight_only="quant_method is 'gptq'")
-        assert method.scheme == scheme
+        assert method.filler.scheme == scheme
 
 
 def compressed(of_v):
@@ -186,7 +187,7 @@ def test_matrices_of_one_layer_that_are_alike():
     layer = LinearBase.__new__(LinearBase)
     torch.nn.Module.__init__(layer)
     config.get_quant_method(layer, "model.layers.0.self_attn.qkv_proj")
-    assert layer.scheme.scheme == Scheme(
+    assert layer.scheme.filler.scheme == Scheme(
         "pack-quantized", GROUP, True, weight_only="its group.input_activations is missing"
     )
 
@@ -199,7 +200,7 @@ def test_a_padded_vocabulary(bits, monkeypatch):
         layer = ParallelLMHead.__new__(ParallelLMHead)
         torch.nn.Module.__init__(layer)
         layer.shard_indices = SimpleNamespace(num_org_elements=rows, org_vocab_start_index=0)
-        scheme = W4A8LinearScheme(Scheme("gptq", GROUP, False, bits=bits), NAME)
+        scheme = W4A8LinearScheme(Received(Scheme("gptq", GROUP, False, bits=bits), NAME))
         scheme.create_weights(layer, K, [padded], K, padded, torch.bfloat16, weight_loader=None)
         for name, tensor in made.items():
             getattr(layer, name).weight_loader(getattr(layer, name), tensor)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
-from w4a8.integrations.vllm.linear_layers import W4A8LMHeadMethod, lm_head_method
+from w4a8.integrations.vllm.linear_layers import Rounded, W4A8LinearMethod, lm_head_method
 from w4a8.ops import read_header
 
 
@@ -31,8 +31,8 @@ def test_on(value, bits, monkeypatch):
     if value is not None:
         monkeypatch.setenv("W4A8_VLLM_LM_HEAD", value)
     method = lm_head_method(make_head(), None)
-    assert isinstance(method, W4A8LMHeadMethod) and method.bits == bits
-    assert isinstance(lm_head_method(make_head(), UnquantizedEmbeddingMethod()), W4A8LMHeadMethod)
+    assert isinstance(method.filler, Rounded) and method.filler.bits == bits
+    assert isinstance(lm_head_method(make_head(), UnquantizedEmbeddingMethod()).filler, Rounded)
     quantized, other = object(), torch.nn.Module()
     assert lm_head_method(make_head(), quantized) is quantized
     assert lm_head_method(other, None) is None
@@ -43,7 +43,7 @@ def test_models_that_vllm_runs_are_left_alone(monkeypatch):
     monkeypatch.delenv("W4A8_VLLM_LM_HEAD", raising=False)
     assert lm_head_method(make_head(), None, by_default=False) is None
     monkeypatch.setenv("W4A8_VLLM_LM_HEAD", "int4")
-    assert lm_head_method(make_head(), None, by_default=False).bits == 4
+    assert lm_head_method(make_head(), None, by_default=False).filler.bits == 4
 
 
 def test_another_value(monkeypatch):
@@ -59,7 +59,7 @@ def test_another_value(monkeypatch):
     [(4, 0.01, 2 / 7.5 / 12**0.5 * 1.5), (8, 0.001, ((2.5 / 127) ** 2 + (5 / 255) ** 2) ** 0.5 / 12**0.5 * 1.5)],
 )
 def test_packed_and_freed(bits, least, most):
-    head, method = make_head(), W4A8LMHeadMethod(bits)
+    head, method = make_head(), W4A8LinearMethod(Rounded(bits))
     weight = head.weight.data.float()
     method.process_weights_after_loading(head)
     assert not hasattr(head, "weight") and head.weight_rounded.dtype == torch.uint8
@@ -73,7 +73,7 @@ def test_packed_and_freed(bits, least, most):
 def test_tied_to_the_embedding():
     """Which looks its rows up in the weight, and keeps it."""
     head, embedding = make_head(), SimpleNamespace(weight=make_head(seed=1).weight)
-    method = W4A8LMHeadMethod(4)
+    method = W4A8LinearMethod(Rounded(4))
     head.quant_method = method
     assert head.tie_weights(embedding) is head
     kept = embedding.weight.clone()
@@ -89,7 +89,7 @@ def test_activation_group(bits, value, expected, monkeypatch):
     monkeypatch.delenv("W4A8_VLLM_ACTIVATION_GROUP", raising=False)
     if value is not None:
         monkeypatch.setenv("W4A8_VLLM_ACTIVATION_GROUP", value)
-    head, method = make_head(), W4A8LMHeadMethod(bits)
+    head, method = make_head(), W4A8LinearMethod(Rounded(bits))
     if expected is None and bits == 4:
         with pytest.raises(
             ValueError, match=r"w4a8: the output layer: activation_group is 64, expected .* that divides"

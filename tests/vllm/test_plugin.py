@@ -158,7 +158,7 @@ def test_weight_only_is_one_rule(fresh, monkeypatch, name):
     stated = {**stated, "sym": True} if name == "W4A8GPTQConfig" else stated
     layer = "model.layers.0.self_attn.o_proj"
     weight_only = rules_of(stated).of(layer).weight_only is not None
-    assert (chosen(cls.from_config(stated), layer).scheme.weight_only is not None) == weight_only
+    assert (chosen(cls.from_config(stated), layer).filler.scheme.weight_only is not None) == weight_only
     monkeypatch.setenv("W4A8_VLLM_W4A16", "0")
     assert isinstance(chosen(cls.from_config(stated), layer), W4A8LinearMethod) != weight_only
 
@@ -332,8 +332,8 @@ OURS, THEIRS = "w4a8.integrations.vllm.", "vllm.model_executor.layers."
 LINEAR_SUMS = "self-test failed: a linear layer of vLLM gives wrong sums"
 EXPERT_SUMS = "a layer of experts of vLLM gives wrong sums"
 CHANGED = [
-    (f"{OURS}linear_layers.dyn_quant_matmul_4bit", lambda right: lambda x, *rest: x[:, :128] + 1, LINEAR_SUMS),
-    (f"{OURS}linear_layers.LinearWeights.apply", lambda right: lambda *args: right(*args) + 1, LINEAR_SUMS),
+    (f"{OURS}products.dyn_quant_matmul_4bit", lambda right: lambda x, *rest: x[:, :128] + 1, LINEAR_SUMS),
+    (f"{OURS}linear_layers.W4A8LinearMethod.apply", lambda right: lambda *args: right(*args) + 1, LINEAR_SUMS),
     (f"{THEIRS}linear.ReplicatedLinear.weight_loader", loads_reversed, LINEAR_SUMS),
     (f"{OURS}moe.run_experts", lambda right: lambda *args: right(*args) * 1.1, EXPERT_SUMS),
     (f"{THEIRS}fused_moe.RoutedExperts.__init__", without_top_k, "a layer could not be made and run: AttributeError"),

@@ -9,6 +9,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from w4a8.cpu import active_kernel
 from w4a8.integrations.vllm import loaded
+from w4a8.integrations.vllm.products import Product
 from w4a8.ops import dyn_quant_pack_4bit_weight
 
 K = 128
@@ -28,6 +29,7 @@ def layer(cls, quant_method=None, **tensors):
     made = cls.__new__(cls)
     torch.nn.Module.__init__(made)
     made.quant_method = quant_method
+    made.w4a8 = [Product(name, 0, 0, 1) for name in tensors if name.endswith(("_packed", "_rounded"))]
     for name, tensor in tensors.items():
         setattr(made, name, torch.nn.Parameter(tensor, requires_grad=False))
     return made

@@ -18,7 +18,7 @@ from w4a8.checkpoint.gguf_keys import Keys
 from w4a8.checkpoint.gguf_names import Source
 from w4a8.core.json_fields import CheckpointError, shorten
 from w4a8.core.matrix import SUPER, Matrix, joined
-from w4a8.core.weight import ExpertWeights, Weight
+from w4a8.core.weight import ExpertWeights, Floats, Weight
 from w4a8.formats.gguf_blocks import TYPES
 
 AT_ONCE = 1 << 25  # weights that are unpacked at once
@@ -153,6 +153,17 @@ class GGUFLinears:
             file.expect_shape(bias, tensor.shape[:-1])
         bias_type = torch.float32 if bias in file else None
         return Weight(name, tensor.shape, block.group, partial(read, name), tensor.type, types, unit, bias_type)
+
+    def floats(self, name: str) -> Floats:
+        """A matrix of floats, with its bias."""
+        (rows, columns), bias = self.file.tensors[name].shape, f"{name.removesuffix('.weight')}.bias" in self.file
+        read = partial(self._floats, name)
+        return Floats(name, rows, columns, read, self.file.type_name(name), torch.float32 if bias else None)
+
+    def _floats(self, name: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As :attr:`Floats.read`."""
+        bias = self.bias(name)
+        return self.values(name, dtype).to(dtype), None if bias is None else bias.to(dtype)
 
     def experts(self, names: Iterable[str], layer: str) -> ExpertWeights:
         """The experts of one layer, by the names of its tensors; biases may be among them.

@@ -53,9 +53,11 @@ def pack_rows(
     rows, columns, group = sum(cut.rows for cut in cuts) + padding, cuts[0].columns, cuts[0].weight.group
     whole = columns if group == -1 else group
     stored = cuts[0].weight.packed
-    if stored is not None and len(cuts) == 1 and cuts[0].is_whole and padding == 0 and packed_as is None:
+    if stored is not None and len(cuts) == 1 and cuts[0].is_whole and padding == 0:
         header = read_header(packed := stored())
-        return Packed(packed, rows, columns, whole, PackedAs.of_header(header), header["has_bias"])
+        form = PackedAs.of_header(header)
+        if packed_as in (None, form):
+            return Packed(packed, rows, columns, whole, form, header["has_bias"])
     wanted = wanted_activation_group([cut.weight for cut in cuts], activation_group)
     activations = resolve_activation_group(wanted, group, columns)
     has_bias = any(cut.has_bias for cut in cuts)
@@ -77,6 +79,7 @@ def pack_experts(
     rank: int = 0,
     ranks: int = 1,
     packed_one: Callable[[], object] = lambda: None,
+    packed_as: dict[str, PackedAs] | None = None,
 ) -> tuple[ExpertSizes, dict[str, torch.Tensor], dict[str, PackedAs]]:
     """Packs this rank's part of the experts of a layer. One matrix is in memory at a time.
 
@@ -86,6 +89,7 @@ def pack_experts(
         activation_group: the one that the user asks for, or None.
         rank, ranks: this tensor-parallel rank, and their number.
         packed_one: called after each expert.
+        packed_as: the forms of earlier experts in whose place these are put; None: the forms that the experts need.
 
     Returns:
         Sizes of the experts here; ``w13`` and ``w2``, uint8 [E, bytes]; and their forms.
@@ -101,14 +105,15 @@ def pack_experts(
     if ranks == 1 and all(weight.packed is not None for weight in stored.values()):
         packed = {stack: weight.packed() for stack, weight in stored.items()}
         forms = {stack: PackedAs.of_header(read_header(found[0])) for stack, found in packed.items()}
-        is_part = len(local) < experts.experts
-        return sizes, {stack: found[list(local)] if is_part else found for stack, found in packed.items()}, forms
+        if packed_as in (None, forms):
+            is_part = len(local) < experts.experts
+            return sizes, {stack: found[list(local)] if is_part else found for stack, found in packed.items()}, forms
     wanted = {
         stack: wanted_activation_group([weight] if weight.is_fixed else experts.all, activation_group)
         for stack, weight in stored.items()
     }
     groups = sizes.activation_groups(wanted)
-    packer = ExpertPacker(sizes, experts.bias, rank, ranks, experts.interleaved, activation_groups=groups)
+    packer = ExpertPacker(sizes, experts.bias, rank, ranks, experts.interleaved, packed_as, activation_groups=groups)
     for index, expert in enumerate(local):
         for shard, matrix, name in experts.matrices(expert):
             packer.put(index, shard, matrix, name)

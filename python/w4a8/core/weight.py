@@ -62,6 +62,35 @@ class Weight:
         [(_, found)] = self.read(expert * self.rows, (expert + 1) * self.rows)
         return found
 
+    def of_rows(self, begin: int, end: int) -> Weight:
+        """Rows [begin, end) of a matrix as a weight."""
+        return replace(
+            self,
+            shape=(end - begin, self.columns),
+            read=lambda first, last: self.read(begin + first, begin + last),
+            packed=None,
+        )
+
+
+@dataclass(frozen=True)
+class Floats:
+    """A matrix [N, K] in files that is not quantized, beside weights in one layer of an engine.
+
+    Attributes:
+        name, type_name, bias: as of a :class:`Weight`.
+        rows, columns: N and K.
+        read: type -> the whole matrix in this type, and its bias or None.
+    """
+
+    name: str
+    rows: int
+    columns: int
+    read: Callable[[torch.dtype], tuple[torch.Tensor, torch.Tensor | None]]
+    type_name: str = ""
+    bias: torch.dtype | None = None
+    form: None = None
+    unit: int = 1
+
 
 def wanted_activation_group(weights: Iterable[Weight], asked: int | None) -> int | None:
     """The argument ``asked`` of :func:`resolve_activation_group` for weights that run together.
@@ -76,7 +105,7 @@ def wanted_activation_group(weights: Iterable[Weight], asked: int | None) -> int
 class Cut:
     """Rows [begin, end) and columns [first, last) of a weight [N, K]: what one rank holds of it."""
 
-    weight: Weight
+    weight: Weight | Floats
     begin: int
     end: int
     first: int
@@ -88,7 +117,7 @@ class Cut:
         return cls(weight, 0, weight.rows, 0, weight.columns)
 
     @classmethod
-    def of_rank(cls, weight: Weight, rows: int, columns: int, rank: int, ranks: int) -> Cut:
+    def of_rank(cls, weight: Weight | Floats, rows: int, columns: int, rank: int, ranks: int) -> Cut:
         """The part of a rank that holds ``rows`` rows and ``columns`` columns.
 
         With fewer parts than ranks (heads of keys and values) neighbours hold the same part.
@@ -102,9 +131,10 @@ class Cut:
                 f"{weight.name} has {weight.rows} rows, but parts of {rows} for {ranks} ranks are expected"
             )
         if columns != weight.columns and (columns * ranks != weight.columns or columns % weight.unit != 0):
+            kind = f" ({weight.type_name})" if weight.type_name else ""
             raise ValueError(
                 f"{columns} of the {weight.columns} columns of {weight.name} for each of {ranks} ranks cut blocks of "
-                f"{weight.unit} ({weight.type_name})"
+                f"{weight.unit}{kind}"
             )
         begin = rank // (ranks // cuts) * rows
         first = 0 if columns == weight.columns else rank * columns
@@ -123,7 +153,7 @@ class Cut:
     @property
     def is_whole(self) -> bool:
         """Whether nothing is cut off."""
-        return (self.rows, self.columns) == self.weight.shape
+        return (self.rows, self.columns) == (self.weight.rows, self.weight.columns)
 
     @property
     def has_bias(self) -> bool:

@@ -13,7 +13,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 
 from w4a8.formats import LeftOut, Scheme
 from w4a8.formats.matrix import check_consecutive
-from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod, lm_head_method
+from w4a8.integrations.vllm.linear_layers import lm_head_method, received
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.moe import experts_method
 from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
@@ -104,7 +104,7 @@ class RunsLayersHere:
         if isinstance(layer, RoutedExperts):
             method = self.experts_method(scheme, layer, prefix)
         else:
-            method = W4A8LinearMethod(scheme, prefix)
+            method = received(scheme, prefix)
         if method is not None and scheme.weight_only is not None:
             say_int8(self.w4a8_says)
         return method

@@ -49,6 +49,7 @@ from w4a8.integrations.vllm.kv_cache import KeepsKVCache
 from w4a8.integrations.vllm.linear_layers import W4A8LinearScheme
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.moe import W4A8QuarkGptOssMethod, experts_method
+from w4a8.integrations.vllm.received import Received
 from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
 
 
@@ -117,7 +118,7 @@ class CompressedTensorsLayers(RunsLayersHere, KeepsKVCache):
         if isinstance(layer, (LinearBase, ParallelLMHead)):
             scheme = self._scheme(self.get_scheme_dict(layer, layer_name), layer_name)
             if scheme is not None:
-                return W4A8LinearScheme(scheme, layer_name)
+                return W4A8LinearScheme(Received(scheme, layer_name))
         return super().get_scheme(layer, layer_name)
 
     def _scheme(self, found: dict | None, name: str | None) -> Scheme | None:

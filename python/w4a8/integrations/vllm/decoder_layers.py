@@ -19,15 +19,15 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from w4a8.core.activation import MoEActivation, as_activation, kernel_activation_kind
 from w4a8.core.families import FAMILIES, Family
 from w4a8.integrations.vllm import attention, settings
-from w4a8.integrations.vllm.gguf_layers import W4A8GGUFLinearMethod
-from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod, W4A8LMHeadMethod
+from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
 from w4a8.integrations.vllm.packed_layers import W4A8PackedLinearMethod
+from w4a8.integrations.vllm.products import products_of
 
 _ROTATIONS = (RotaryEmbedding.forward_native, DeepseekScalingRotaryEmbedding.forward_native)
 # vLLM's matrices of latent attention, and fields of ``Decoder.add_layer``.
 _LATENTS = (("W_UK_T", "k_up"), ("W_UV", "v_up"))
-_METHODS = (W4A8LinearMethod, CompressedTensorsLinearMethod, W4A8GGUFLinearMethod, W4A8PackedLinearMethod)
+_METHODS = (W4A8LinearMethod, CompressedTensorsLinearMethod, W4A8PackedLinearMethod)
 # Activation of a dense MLP, by vLLM's class.
 _ACTIVATIONS = {"SiluAndMul": MoEActivation.SILU, "GeluAndMul": MoEActivation.GELU}
 
@@ -122,30 +122,21 @@ def packed(linear: Any) -> tuple[list[torch.Tensor], torch.Tensor | None]:
     Raises:
         Unfit: the layer is not packed, or rotates its input.
     """
-    method = getattr(linear, "quant_method", None)
-    if type(method) not in _METHODS or linear.tp_size != 1:
+    products = products_of(linear)
+    is_here = type(getattr(linear, "quant_method", None)) in _METHODS and linear.tp_size == 1
+    if not is_here or not products or any(product.group is None for product in products):
         raise Unfit(f"{linear.prefix} is not packed")
-    if isinstance(method, W4A8GGUFLinearMethod):
-        if any(product.group is None for product in method.products):
-            raise Unfit(f"{linear.prefix} is not packed")
-        return [getattr(linear, product.parameter).data for product in method.products], None
-    if not hasattr(linear, "weight_packed") or not (hasattr(linear, "w4a8_weights") or hasattr(linear, "w4a8_packed")):
-        raise Unfit(f"{linear.prefix} is not packed")
-    bias = None if getattr(method, "has_bias", False) or linear.bias is None else linear.bias.data
-    return [linear.weight_packed.data], bias
+    is_packed = linear.bias is None or any(product.has_bias for product in products)
+    found = [getattr(linear, product.parameter).data for product in products]
+    return found, None if is_packed else linear.bias.data
 
 
 def packed_head(layer: Any) -> torch.Tensor | None:
     """The packed matrix of an output layer; None if the layer is not packed here, or not as one matrix."""
     if not isinstance(layer, ParallelLMHead) or layer.tp_size != 1:
         return None
-    method = layer.quant_method
-    if isinstance(method, W4A8LMHeadMethod):
-        return layer.weight_rounded.data
-    if isinstance(method, W4A8GGUFLinearMethod):
-        only = method.products[0] if len(method.products) == 1 else None
-        return None if only is None or only.group is None else getattr(layer, only.parameter).data
-    return layer.weight_packed.data if isinstance(method, (W4A8LinearMethod, W4A8PackedLinearMethod)) else None
+    products = products_of(layer)
+    return getattr(layer, products[0].parameter).data if len(products) == 1 and products[0].group is not None else None
 
 
 def _without_bias(linear: Any) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ it for its worker processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from w4a8.checkpoint.gguf_names import Source
 from w4a8.core.json_fields import read_json
 from w4a8.core.memory import on_cpu
 from w4a8.core.threads import call_each
+from w4a8.core.weight import Floats, Weight
 from w4a8.integrations.selftest import missing, more_to_implement
 from w4a8.integrations.vllm.config import joined_from
 from w4a8.integrations.vllm.gguf_folder import (
@@ -42,9 +43,10 @@ from w4a8.integrations.vllm.gguf_folder import (
     linears_of,
     sources_of_file,
 )
-from w4a8.integrations.vllm.gguf_layers import TiedGGUFOutputMethod, W4A8GGUFLinearMethod, W4A8GGUFMoEMethod
-from w4a8.integrations.vllm.linear_layers import lm_head_method
+from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod, lm_head_method
 from w4a8.integrations.vllm.moe import unsupported
+from w4a8.integrations.vllm.products import products_of
+from w4a8.integrations.vllm.pulled import Pulled, PulledMoEMethod
 from w4a8.integrations.vllm.settings import lm_head_is_set, read_arguments, say_int8
 
 FLOATS_AT_ONCE = 1 << 22
@@ -147,12 +149,15 @@ class W4A8GGUFConfig(QuantizationConfig):
             # In the bits of the embeddings in the file, if the embeddings are the output layer too.
             names = self.matrices.get("model.embed_tokens")
             if names is not None and not linears_of(self.path).file.is_float(names[0]):
-                method = TiedGGUFOutputMethod(self.path, prefix, list(names))
-        if isinstance(method, W4A8GGUFLinearMethod):
+                method = self._pulled(prefix, names, is_shared=True)
+        if isinstance(method, W4A8LinearMethod):
             say_int8("GGUF")
         return lm_head_method(layer, method)
 
-    def _of_linear(self, prefix: str) -> W4A8GGUFLinearMethod | None:
+    def _pulled(self, prefix: str, tensors: Sequence[str], is_shared: bool = False) -> W4A8LinearMethod:
+        return W4A8LinearMethod(Pulled(prefix, self.path, weights_of(linears_of(self.path), tensors), is_shared))
+
+    def _of_linear(self, prefix: str) -> W4A8LinearMethod | None:
         names = joined_from(prefix, self.packed_modules_mapping)
         found = [tensor for name in names for tensor in self.matrices.get(name, ())]
         lacking = [name for name in names if name not in self.matrices]
@@ -162,16 +167,21 @@ class W4A8GGUFConfig(QuantizationConfig):
             raise ValueError(f"w4a8: {self.path} holds no tensor for {', '.join(lacking)}")
         if all(map(linears_of(self.path).file.is_float, found)):
             return None
-        return W4A8GGUFLinearMethod(self.path, prefix, found)
+        return self._pulled(prefix, found)
 
-    def _of_experts(self, layer: RoutedExperts, prefix: str) -> W4A8GGUFMoEMethod:
+    def _of_experts(self, layer: RoutedExperts, prefix: str) -> PulledMoEMethod:
         if prefix not in self.experts:
             raise ValueError(f"w4a8: {self.path} holds no tensors for {prefix}")
         reason = unsupported(layer.moe_config)
         if reason is not None:
             raise ValueError(f"w4a8: {prefix}: experts of a GGUF file cannot be served with {reason}")
         say_int8("GGUF")
-        return W4A8GGUFMoEMethod(self.path, self.experts[prefix], layer, prefix)
+        return PulledMoEMethod(experts_of(self.path)[self.experts[prefix]], self.path, layer, prefix)
+
+
+def weights_of(linears: GGUFLinears, tensors: Iterable[str]) -> list[Weight | Floats]:
+    """Tensors of two dimensions as weights."""
+    return [linears.floats(name) if linears.file.is_float(name) else linears.weight([name]) for name in tensors]
 
 
 class W4A8GGUFLoader(BaseModelLoader):
@@ -208,13 +218,14 @@ class _Filled:
         self._pack_output_layer()
         self.params = dict(self.model.named_parameters())
         params = {id(param): name for name, param in self.params.items()}
-        packed = [module for module in self.here.values() if hasattr(module, "w4a8_gguf")]
+        packed = [module for module in self.here.values() if products_of(module)]
         mine = {params.pop(id(param), None) for module in packed for param in module.parameters(recurse=False)}
-        read = call_each(lambda module: module.w4a8_gguf.load(module), packed)
-        taken = [name for names in read for name in names]
-        embeddings = self._fill_embeddings(set(taken))
+        call_each(lambda module: module.w4a8_filler.load(module), packed)
+        embeddings = self._fill_embeddings()
         mine |= {params[id(param)] for _, param in embeddings}
-        came = self.model.load_weights(self._others({*taken, *(name for name, _ in embeddings)}))
+        taken = {name for module in packed for name in module.w4a8_filler.names}
+        taken |= {f"{name.removesuffix('.weight')}.bias" for name in taken}
+        came = self.model.load_weights(self._others(taken.union(name for name, _ in embeddings)))
         lacking = sorted(set(params.values()) - mine - set(came))
         if lacking:
             raise ValueError(f"w4a8: {self.file.paths[0]} holds no tensor for {', '.join(lacking[:3])}")
@@ -223,20 +234,21 @@ class _Filled:
         """Packs the output layer of models that vLLM makes without asking for its method (gpt-oss)."""
         for source, mapped in self.sources:
             layer, name = self.here.get(mapped.removesuffix(".weight")), source.tensors[0]
-            if type(layer) is not ParallelLMHead or hasattr(layer, "w4a8_gguf") or self.file.is_float(name):
+            if type(layer) is not ParallelLMHead or products_of(layer) or self.file.is_float(name):
                 continue
-            layer.quant_method = W4A8GGUFLinearMethod(str(self.file.paths[0]), mapped.removesuffix(".weight"), [name])
+            weights = weights_of(self.linears, [name])
+            layer.quant_method = W4A8LinearMethod(Pulled(layer.prefix, str(self.file.paths[0]), weights))
             del layer.weight
             width, dtype = layer.embedding_dim, layer.params_dtype
             rows = layer.num_embeddings_per_partition, layer.num_embeddings_padded
             layer.quant_method.create_weights(layer, width, [rows[0]], width, rows[1], dtype)
 
-    def _fill_embeddings(self, taken: set[str]) -> list[tuple[str, torch.Tensor]]:
+    def _fill_embeddings(self) -> list[tuple[str, torch.Tensor]]:
         """Fills embeddings in blocks, some rows at a time: returns tensors, and the parameters that they fill."""
         found = []
         for source, mapped in self.sources:
             layer, name = self.here.get(mapped.removesuffix(".weight")), source.tensors[0]
-            if name in taken or self.file.is_float(name) or type(layer) is not VocabParallelEmbedding:
+            if self.file.is_float(name) or type(layer) is not VocabParallelEmbedding:
                 continue
             shape, expected = self.file.tensors[name].shape, (layer.org_vocab_size, layer.embedding_dim)
             if shape != expected:

@@ -20,12 +20,12 @@ import transformers
 
 from w4a8.checkpoint.gguf_architectures import ARCHITECTURES, NOT_IN_VLLM, named
 from w4a8.checkpoint.gguf_config import config_of, scale_rope
-from w4a8.checkpoint.gguf_experts import ExpertStacks
 from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.checkpoint.gguf_keys import pooling_of
 from w4a8.checkpoint.gguf_linear import GGUFLinears
 from w4a8.checkpoint.gguf_names import Source, sources_of
 from w4a8.core.json_fields import shorten
+from w4a8.core.weight import ExpertWeights
 from w4a8.integrations.vllm.compiled import package_digest
 
 NAME = "w4a8_gguf"  # of the quantization method and of the load format, in vLLM
@@ -78,17 +78,17 @@ def sources_of_file(path: str) -> dict[str, Source]:
 
 
 @lru_cache(maxsize=2)
-def experts_of(path: str) -> dict[str, ExpertStacks]:
+def experts_of(path: str) -> dict[str, ExpertWeights]:
     """The layers of experts of a file, by their names in checkpoints.
 
     Raises:
         CheckpointError: tensors of a layer do not fit each other, or its weights are floats.
     """
-    file, stacks = linears_of(path).file, {}
+    stacks: dict[str, list[str]] = {}
     for source in sources_of_file(path).values():
         if source.of_experts:
             stacks.setdefault(source.checkpoint, []).extend(source.tensors)
-    return {name: ExpertStacks.of_tensors(file, tensors, name) for name, tensors in stacks.items()}
+    return {name: linears_of(path).experts(tensors, name) for name, tensors in stacks.items()}
 
 
 def folder_of(path: Path, cache: Path, with_tokenizer: bool) -> Path:

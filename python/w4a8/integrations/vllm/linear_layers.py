@@ -2,93 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from types import MethodType
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from vllm.model_executor.layers import linear as vllm_linear
 from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.compressed_tensors.schemes import CompressedTensorsScheme
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
-from vllm.model_executor.parameter import (
-    BasevLLMParameter,
-    ChannelQuantScaleParameter,
-    GroupQuantScaleParameter,
-    ModelWeightParameter,
-    PackedColumnParameter,
-    PackedvLLMParameter,
-    PerTensorScaleParameter,
-)
 
-from w4a8.core.activation_groups import resolve_activation_group
-from w4a8.core.matrix import Matrix, PackedAs
-from w4a8.core.memory import fresh_bytes
-from w4a8.core.stack import MatrixStack
 from w4a8.core.weight_utils import replace_parameter
 from w4a8.formats import Scheme
-from w4a8.formats.format import Part
-from w4a8.integrations.vllm.loading import form_of, is_dummy_load, loaded_parts, random_matrix
 from w4a8.integrations.vllm.log import logger
+from w4a8.integrations.vllm.products import Product, multiply
+from w4a8.integrations.vllm.received import Received
 from w4a8.integrations.vllm.settings import LM_HEAD_SWITCH, activation_group, lm_head_bits, lm_head_is_set
 from w4a8.nn import QuantOptions
 from w4a8.nn.rounding import round_weight
-from w4a8.ops import dyn_quant_matmul_4bit
 
 
-class _CopiedValues(TorchDispatchMode):
-    """Counts the values that are copied: how much of a parameter a loader has filled."""
+class Filler(Protocol):
+    """Where the weights of a layer come from."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
+    def register(
+        self,
+        layer: torch.nn.Module,
+        columns: int,
+        sizes: Sequence[int],
+        all_columns: int,
+        dtype: torch.dtype,
+        load: Callable | None,
+    ) -> None:
+        """Registers the parameters of a layer, and its products in ``layer.w4a8``.
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.copy_.default:
-            self.count += args[0].numel()
-        return func(*args, **(kwargs or {}))
+        Args:
+            layer: of vLLM.
+            columns, sizes: input features, and output features of each part, on this rank.
+            all_columns: input features on all ranks.
+            dtype: of the model.
+            load: vLLM's loader of a parameter, which cuts for the rank.
+        """
 
+    def finish(self, layer: torch.nn.Module) -> None:
+        """Lets the layer have all its products; raises ValueError if weights are missing. May be called again."""
 
-def load_parameter(
-    layer: torch.nn.Module, param: torch.Tensor, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any
-) -> Any:
-    """The loader of a parameter, bound to its layer: see ``load_expert``."""
-    return layer.w4a8_weights.load(layer, param, loaded_weight, *args, **kwargs)
-
-
-def load_nothing(param: torch.Tensor, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    """The loader of a parameter that is not needed here: scales of inputs."""
-
-
-def _load_output_layer(layer: torch.nn.Module, param: torch.Tensor, loaded: torch.Tensor) -> None:
-    """This rank's part of the vocabulary, without padding; vLLM's own loader cuts the first dimension only."""
-    indices, dim = layer.shard_indices, param.output_dim
-    begin, size = indices.org_vocab_start_index, param.shape[dim]
-    if getattr(param, "packed_dim", None) == dim:
-        begin //= param.packed_factor
-    param.data.copy_(loaded.narrow(dim, begin, size))
+    def tie(self) -> bool:
+        """Whether the layer shares the weight of the embeddings to which vLLM ties it."""
 
 
-def _load_number(param: torch.Tensor, loaded: torch.Tensor, loaded_shard_id: Any = None) -> None:
-    """A number for one part of a layer, for several parts that are one matrix in the file, or for all (None)."""
-    shards = range(len(param)) if loaded_shard_id is None else loaded_shard_id
-    for shard in shards if isinstance(shards, (range, tuple)) else (shards,):
-        param.data["qkv".index(shard) if isinstance(shard, str) else shard].copy_(loaded.reshape(()))
+class W4A8LinearMethod(LinearMethodBase):
+    """vLLM's method of a linear layer: says how the layer runs; a filler says where its weights come from."""
 
-
-class LinearWeights:
-    """The weight of one linear layer: parameters that a checkpoint fills, packed when the last one is full.
-
-    A base class of vLLM's methods and schemes of a layer.
-    """
-
-    def __init__(self, scheme: Scheme, layer_name: str | None) -> None:
-        """Takes the scheme of the layer's matrix, and the layer's name, for errors."""
-        self.scheme, self.parts, self.layer_name = scheme, tuple(loaded_parts(scheme).values()), layer_name
-        self.optional = scheme.optional
-        self.packed_as: PackedAs | None = None  # once packed
-        self._lacking: dict[str, int] = {}
+    def __init__(self, filler: Filler) -> None:
+        """Takes the filler of one layer."""
+        self.filler = filler
 
     def create_weights(
         self,
@@ -99,190 +66,27 @@ class LinearWeights:
         output_size: int,
         params_dtype: torch.dtype,
         *,
-        weight_loader: Callable,
+        weight_loader: Callable | None = None,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Registers the tensors of the format for this rank's part, as vLLM's loaders cut them; scales as float32.
-
-        Raises:
-            ValueError: this rank's features are no whole groups or words, or not possible in the operators; the
-                activation group does not fit.
-        """
-        layer.w4a8_weights = self
-        self.n, self.k = sum(output_partition_sizes), input_size_per_partition
-        self._load, sizes = weight_loader, output_partition_sizes
-        if isinstance(layer, ParallelLMHead):
-            self._load = MethodType(_load_output_layer, layer)
-            sizes = [layer.shard_indices.num_org_elements]
-        group = self.scheme.group_size
-        problem = PackedAs(self.scheme.kind).problem(self.n, self.k, group)
-        if problem:
-            raise ValueError(f"w4a8: {self.layer_name}: {self.k} input features per rank (of {input_size}): {problem}")
-        try:
-            asked = self.scheme.wanted_activation_group(activation_group())
-            self.activation_group = resolve_activation_group(asked, group, self.k)
-        except ValueError as error:
-            raise ValueError(f"w4a8: {self.layer_name}: {error}") from None
-        self.rows, self.sizes = sum(sizes), sizes
-        groups = self.scheme.groups(self.k)
-        for part in self.parts:
-            try:
-                shapes = {rows: part.shape(rows, self.k, groups) for rows in dict.fromkeys((*sizes, self.rows))}
-            except ValueError as error:
-                raise ValueError(f"w4a8: {self.layer_name}: {error} per rank and part of the layer") from None
-            self._register(layer, part, shapes[self.rows])
-        # A layer may lack shapes and unused tensors. A shape comes once per part of a layer. Unused tensors stay when
-        # the rest is packed, because they may come later.
-        uncounted: dict[str, torch.nn.Parameter] = {}
-        if self.scheme.states_shape:
-            data = torch.zeros(2, dtype=torch.int64)
-            uncounted["weight_shape"] = BasevLLMParameter(data=data, weight_loader=MethodType(load_parameter, layer))
-        for suffix in self.scheme.facts.unused:
-            data = torch.zeros(len(sizes), dtype=torch.float32)
-            uncounted[suffix] = PerTensorScaleParameter(data=data, weight_loader=load_nothing)
-        for suffix, param in uncounted.items():
-            param.weight_loader_numel = 0
-            layer.register_parameter(suffix, param)
-        self.dummy = is_dummy_load()
-
-    def _register(self, layer: torch.nn.Module, part: Part, shape: tuple[int, ...]) -> None:
-        arguments: dict[str, Any] = {"weight_loader": MethodType(load_parameter, layer)}
-        if part.kind == "global_scale":
-            arguments["data"] = torch.zeros(len(self.sizes), dtype=torch.float32)
-            kind = PerTensorScaleParameter
-        else:
-            size = torch.empty((), dtype=part.dtype).element_size()
-            arguments["data"] = fresh_bytes(shape[0], size * shape[1]).view(part.dtype)
-            arguments["output_dim"] = part.axes.index("n")
-            # One group for a row is the same on each rank, for any number of cuts.
-            whole = "g" in part.axes and self.scheme.group_size == -1
-            if not whole:
-                arguments["input_dim"] = 1 - arguments["output_dim"]
-            if part.packed is not None:
-                arguments.update(packed_dim=part.packed, packed_factor=part.codes_in_an_element)
-                kind = PackedColumnParameter if whole else PackedvLLMParameter
-            elif part.kind == "weight":
-                kind = ModelWeightParameter
-            else:
-                kind = ChannelQuantScaleParameter if whole else GroupQuantScaleParameter
-        param = kind(**arguments)
-        layer.register_parameter(part.suffix, param)
-        self._lacking[part.suffix] = param.numel()
-        if part.kind != "global_scale" and part.suffix in self.optional:
-            param.weight_loader_numel = 0
-
-    def load(
-        self, layer: torch.nn.Module, param: torch.Tensor, loaded_weight: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> Any:
-        """vLLM's loader of a parameter; packs the weight after the last tensor of the first load.
-
-        Raises:
-            ValueError: a tensor has a wrong dtype or shape; names the tensor.
-        """
-        part = next((part for part in self.parts if getattr(layer, part.suffix, None) is param), None)
-        name = f"{self.layer_name}.{'weight_shape' if part is None else part.suffix}"
-        if part is not None and not part.takes(loaded_weight.dtype):
-            raise ValueError(f"w4a8: {name}: dtype {loaded_weight.dtype}, but {part.dtype} is expected")
-        try:
-            with _CopiedValues() as copied:
-                load = _load_number if part is not None and part.kind == "global_scale" else self._load
-                found = load(param, loaded_weight, *args, **kwargs)
-        except (AssertionError, IndexError, RuntimeError) as error:
-            whole = f"[{self.n}, {self.k}] in groups of {self.scheme.group_size} ({self.scheme.format})"
-            shape = tuple(loaded_weight.shape)
-            raise ValueError(f"w4a8: {name}: shape {shape} is no part of a weight {whole}: {error}") from error
-        if part is not None and part.suffix in self._lacking:
-            self._lacking[part.suffix] -= copied.count
-            if all(count <= 0 for count in self._lacking.values()):
-                filled = [getattr(layer, part.suffix) for part in self.parts]
-                self.process_weights_after_loading(layer)
-                for old in filled:  # the model's loader keeps these until all layers are loaded
-                    old.data = torch.empty(0, dtype=old.dtype)
-        return found
-
-    def _complete_tensors(self, layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-        """The tensors of the checkpoint.
-
-        Raises:
-            ValueError: a tensor that the format needs is not complete: the layer would run on zeros.
-        """
-        tensors, missing = {}, []
-        for part in self.parts:
-            optional = part.suffix in self.optional
-            if optional and self.packed_as is not None:
-                continue  # of other weights, they may come when their layer is complete
-            tensor = getattr(layer, part.suffix).data
-            lacking = self._lacking.get(part.suffix, 0)
-            if lacking <= 0:
-                tensors[part.suffix] = tensor
-            elif not optional or lacking < tensor.numel():
-                missing.append(f"{part.suffix}: {tensor.numel() - lacking} of {tensor.numel()} elements")
-        if missing:
-            raise ValueError(f"w4a8: {self.layer_name}: the checkpoint lacks weights: {', '.join(missing)}")
-        if self.scheme.states_shape:
-            tensors["weight_shape"] = torch.tensor([self.rows, self.k])
-        return tensors
+        """As :meth:`Filler.register` (upstream's contract)."""
+        layer.w4a8_filler = self.filler
+        sizes = output_partition_sizes, input_size
+        self.filler.register(layer, input_size_per_partition, *sizes, params_dtype, weight_loader)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Packs the weight into ``layer.weight_packed``, uint8 [bytes], and frees the rest.
+        """As :meth:`Filler.finish`; vLLM calls this again after loading other weights."""
+        self.filler.finish(layer)
 
-        vLLM calls this again after loading another weight.
-
-        Raises:
-            ValueError: a tensor is missing, or has impossible values; scales do not fit the packed form of the first
-                weight.
-        """
-        first = getattr(layer, self.scheme.weight, None)
-        if first is None or getattr(first, "w4a8_is_packed", False):
-            return
-        if self.dummy:
-            matrices = iter([random_matrix(self.rows, self.k, self.scheme.group_size, form_of(self.scheme))])
-        else:
-            matrices = self._matrices(self._complete_tensors(layer))
-        self._lacking, self.dummy = {}, False
-        try:
-            packed = self._pack(matrices)
-        except (ValueError, RuntimeError) as error:  # the second: values that the operators do not have
-            raise ValueError(f"w4a8: {self.layer_name}: {error}") from None
-        # A parameter weight_shape stays: when other weights are loaded, the last shape comes to a complete layer.
-        for part in self.parts:
-            delattr(layer, part.suffix)
-        replace_parameter(layer, "weight_packed", packed)
-        layer.weight_packed.w4a8_is_packed = True
-
-    def _matrices(self, tensors: dict[str, torch.Tensor]) -> Iterator[Matrix]:
-        """The weight; or the matrix of each part, if parts have a global scale."""
-        number = next((part for part in self.parts if part.kind == "global_scale"), None)
-        if number is None:
-            yield self.scheme.read(tensors, "weight")
-            return
-        rows = {part.suffix: tensors[part.suffix].split(self.sizes) for part in self.parts if part is not number}
-        for index, factor in enumerate(tensors[number.suffix].split(1)):
-            mine = {suffix: parts[index] for suffix, parts in rows.items()}
-            yield self.scheme.read({**mine, number.suffix: factor}, "weight")
-
-    def _pack(self, matrices: Iterator[Matrix]) -> torch.Tensor:
-        """uint8 [bytes] of all rows; the second time in the memory, and so the form, of the first."""
-        group, row = self.scheme.group_size, 0
-        how = {"packed_as": self.packed_as, "activation_group": self.activation_group}
-        stack = MatrixStack(1, self.n, self.k, group, **how)
-        for matrix in matrices:
-            if self.n > self.rows and row == 0:  # the vocabulary is padded
-                stack.put(0, self.rows, matrix.zeros(self.n - self.rows))
-            stack.put(0, row, matrix)
-            row += matrix.rows
-        self.packed_as = stack.packed_as
-        return stack.pack()[0]
+    def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
+        """Shares the embeddings' weight, unless the filler has a matrix of its own (upstream's contract)."""
+        if self.filler.tie():
+            layer.weight = embed_tokens.weight
+        return layer
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] to [..., N] of its type."""
-        group = self.k if self.scheme.group_size == -1 else self.scheme.group_size
-        out = dyn_quant_matmul_4bit(x, layer.weight_packed, group, self.k, self.n)
-        return out if bias is None else out + bias
-
-
-class W4A8LinearMethod(LinearWeights, LinearMethodBase):
-    """vLLM's method of a linear layer."""
+        return multiply(layer, x, bias)
 
 
 # Only methods of these names get the loaders that know packed tensors.
@@ -290,15 +94,20 @@ if W4A8LinearMethod.__name__ not in vllm_linear.WEIGHT_LOADER_V2_SUPPORTED:
     vllm_linear.WEIGHT_LOADER_V2_SUPPORTED.append(W4A8LinearMethod.__name__)
 
 
-class W4A8LinearScheme(LinearWeights, CompressedTensorsScheme):
-    """The scheme of a linear layer for vLLM's method of compressed-tensors."""
+class W4A8LinearScheme(W4A8LinearMethod, CompressedTensorsScheme):
+    """The same for vLLM's method of compressed-tensors."""
 
-    apply_weights = LinearWeights.apply
+    apply_weights = W4A8LinearMethod.apply
 
     @classmethod
     def get_min_capability(cls) -> int:
         """CPUs have no such number."""
         return -1
+
+
+def received(scheme: Scheme, layer_name: str | None) -> W4A8LinearMethod:
+    """The method of a layer whose tensors vLLM's loaders push."""
+    return W4A8LinearMethod(Received(scheme, layer_name))
 
 
 HEAD_GROUP = 32  # of an output layer in int4
@@ -329,48 +138,53 @@ def lm_head_method(layer: torch.nn.Module, method: Any, by_default: bool = True)
     if problem:
         logger().warning_once("w4a8: the output layer stays as it is: %s", problem)
         return method
-    return W4A8LMHeadMethod(bits)
+    return W4A8LinearMethod(Rounded(bits))
 
 
-class W4A8LMHeadMethod(UnquantizedEmbeddingMethod):
-    """Loads the weight as vLLM does, and multiplies by integers.
+class Rounded:
+    """A filler of an output layer, whose weight vLLM loads: int4 in groups of 32, or int8 with one scale a row.
 
-    int4 in groups of 32, or int8 with one scale a row; inputs as in weight-only checkpoints.
+    Inputs are as in weight-only checkpoints.
     """
-
-    tied = False  # to the embedding's weight
 
     def __init__(self, bits: int) -> None:
         """Of 4 or 8 bits."""
-        super().__init__()
         self.bits, self.activation_group = bits, activation_group()
+        self.is_tied = False  # to the embedding's weight
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def register(
+        self,
+        layer: torch.nn.Module,
+        columns: int,
+        sizes: Sequence[int],
+        all_columns: int,
+        dtype: torch.dtype,
+        load: Callable | None,
+    ) -> None:
+        """Registers vLLM's weight."""
+        UnquantizedEmbeddingMethod().create_weights(
+            layer, columns, list(sizes), all_columns, sum(sizes), dtype, weight_loader=load
+        )
+
+    def finish(self, layer: torch.nn.Module) -> None:
         """Packs the weight into ``layer.weight_rounded``, uint8 [bytes]; frees the floats if no embedding has them.
 
         Raises:
             ValueError: the weight has a NaN or an infinity, or the activation group does not fit.
         """
-        weight = layer.weight
-        self.n, self.k = weight.shape
         groups = f"in groups of {HEAD_GROUP}" if self.bits == 4 else "with a scale for each row"
-        matrix = round_weight(weight.data, head_options(self.bits))
-        self.group = matrix.group
+        matrix = round_weight(layer.weight.data, head_options(self.bits))
         try:
             packed = matrix.pack(activation_group=self.activation_group)
         except ValueError as error:
             raise ValueError(f"w4a8: the output layer: {error}") from None
         replace_parameter(layer, "weight_rounded", packed)
-        if not self.tied:
+        layer.w4a8 = [Product("weight_rounded", matrix.rows, matrix.columns, matrix.group)]
+        if not self.is_tied:
             del layer.weight
         logger().info_once("w4a8: the output layer is int%d %s (%s)", self.bits, groups, LM_HEAD_SWITCH)
 
-    def tie_weights(self, layer: torch.nn.Module, embed_tokens: torch.nn.Module) -> torch.nn.Module:
-        """As vLLM's; the weight stays."""
-        self.tied = True
-        return super().tie_weights(layer, embed_tokens)
-
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """x [..., K] to logits [..., N] of its type."""
-        out = dyn_quant_matmul_4bit(x, layer.weight_rounded, self.group, self.k, self.n)
-        return out if bias is None else out + bias
+    def tie(self) -> bool:
+        """The weight stays."""
+        self.is_tied = True
+        return True

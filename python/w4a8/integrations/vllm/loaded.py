@@ -19,6 +19,7 @@ from w4a8.core.words import counted, gigabytes, weights_in_words
 from w4a8.cpu import active_kernel
 from w4a8.integrations.vllm.binding import say_cpus
 from w4a8.integrations.vllm.log import logger
+from w4a8.integrations.vllm.products import products_of
 from w4a8.ops import PackedHeader, read_header
 
 # Layers with weights to multiply by, and their names in the line.
@@ -61,9 +62,10 @@ def move_weights_together() -> None:
 def _move(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
     owners: dict[torch.Tensor, list[tuple[torch.nn.Module, str]]] = {}
     for module in model.modules():
-        for name, parameter in module.named_parameters(recurse=False):
-            if type(parameter) is torch.nn.Parameter and name.startswith(("weight_packed", "weight_rounded")):
-                owners.setdefault(parameter, []).append((module, name))
+        for product in products_of(module):
+            parameter = getattr(module, product.parameter)
+            if product.group is not None and parameter.dim() == 1:
+                owners.setdefault(parameter, []).append((module, product.parameter))
 
     def put(old: torch.Tensor, moved: torch.Tensor) -> None:
         new = torch.nn.Parameter(moved, requires_grad=False)
@@ -77,12 +79,10 @@ def _move(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
 
 def _headers(layer: torch.nn.Module) -> Iterator[tuple[torch.Tensor, PackedHeader]]:
     """The packed tensors of a layer, uint8 [bytes] or [experts, bytes], and the header of the first matrix of each."""
-    for tensor in layer.parameters(recurse=False):
-        if tensor.dtype == torch.uint8 and tensor.dim() in (1, 2) and tensor.numel() > 0:
-            try:
-                yield tensor, read_header(tensor.data if tensor.dim() == 1 else tensor.data[0])
-            except ValueError:  # codes of a layer that vLLM itself runs
-                continue
+    for product in products_of(layer):
+        tensor = getattr(layer, product.parameter)
+        if product.group is not None and tensor.numel() > 0:
+            yield tensor, read_header(tensor.data if tensor.dim() == 1 else tensor.data[0])
 
 
 def _why(layer: torch.nn.Module) -> str:

@@ -19,6 +19,7 @@ from w4a8.formats import Scheme
 from w4a8.formats.mxfp4 import MXFP4
 from w4a8.integrations.vllm.loading import ExpertsLoader, is_dummy_load, load_expert, loaded_parts
 from w4a8.integrations.vllm.log import logger
+from w4a8.integrations.vllm.products import Product
 from w4a8.integrations.vllm.settings import activation_group
 
 # Limit, slope of the sigmoid and addend of the up half, and which of these vLLM lets an activation have.
@@ -159,6 +160,15 @@ class W4A8MoEMethod(FusedMoEMethodBase):
             elif self.scheme.weight != "weight_packed":
                 self._register(layer, f"{stack}_weight_packed", (0,), torch.uint8, True, meta=False)
         self.dummy = is_dummy_load()
+        self.list_products(layer)
+
+    def list_products(self, layer: torch.nn.Module) -> None:
+        """Lists the two stacks in ``layer.w4a8``."""
+        groups = self.sizes.group_sizes
+        layer.w4a8 = [
+            Product(f"{stack}_weight_packed", rows, columns, columns if groups[stack] == -1 else groups[stack])
+            for stack, rows, columns in self.sizes.stacks
+        ]
 
     def _register(
         self,

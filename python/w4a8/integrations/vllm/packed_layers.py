@@ -41,7 +41,8 @@ from w4a8.integrations.vllm.floats import W4A8FloatsConfig, floats_of
 from w4a8.integrations.vllm.loading import is_dummy_load, random_matrix
 from w4a8.integrations.vllm.moe import W4A8MoEMethod, unsupported
 from w4a8.integrations.vllm.packed import joined, joined_bytes
-from w4a8.ops import PackedHeader, dyn_quant_matmul_4bit, read_header
+from w4a8.integrations.vllm.products import Product, multiply
+from w4a8.ops import PackedHeader, read_header
 
 # vLLM's names of the parts of a layer for queries, keys and values.
 _SHARDS = {None: 0, "q": 0, "k": 1, "v": 2}
@@ -138,6 +139,7 @@ class W4A8PackedLinearMethod(_TakesPacked, LinearMethodBase):
         if isinstance(layer, ParallelLMHead):
             output_partition_sizes = [layer.shard_indices.num_org_elements]  # without padding
         self.n = sum(output_partition_sizes)
+        layer.w4a8 = [Product("weight_packed", self.n, self.k, self.group, self.has_bias)]
         self.start(layer, self.names, {"weight_packed": (joined_bytes(self.headers),)})
         found, expected = [header["n"] for header in self.headers], [output_partition_sizes, input_size_per_partition]
         self.expect("[out_features, in_features]", [found, self.k], expected)
@@ -166,8 +168,7 @@ class W4A8PackedLinearMethod(_TakesPacked, LinearMethodBase):
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [..., K] to [..., N] of its type. With a packed bias vLLM's own parameter is not loaded."""
-        out = dyn_quant_matmul_4bit(x, layer.weight_packed, self.group, self.k, self.n)
-        return out if bias is None or self.has_bias else out + bias
+        return multiply(layer, x, bias)
 
 
 class W4A8PackedMoEMethod(_TakesPacked, W4A8MoEMethod):
@@ -187,6 +188,7 @@ class W4A8PackedMoEMethod(_TakesPacked, W4A8MoEMethod):
             ValueError: the matrices do not fit the layer.
         """
         self.start(layer, [self.name], {key: (self.sizes.experts, part.shape[1]) for key, part in self.stored.items()})
+        self.list_products(layer)
         for stack, rows, columns in self.sizes.stacks:
             stored = self.stored[f"{stack}_weight_packed"]
             found = [stored.shape[0], stored.header["n"], stored.header["k"], stored.header["has_bias"]]

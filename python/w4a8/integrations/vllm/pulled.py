@@ -1,0 +1,255 @@
+"""Weights that this package reads from files when vLLM asks for them: GGUF files and packed directories.
+
+Each rank reads its part. If vLLM joins several matrices in a linear layer, there is one product for each run of one
+form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.linear import QKVParallelLinear
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+from w4a8.core.memory import fresh_bytes
+from w4a8.core.packer import pack_experts, pack_rows
+from w4a8.core.weight import Cut, ExpertWeights, Floats, Weight
+from w4a8.core.weight_utils import replace_parameter
+from w4a8.formats import Scheme
+from w4a8.integrations.vllm.moe import W4A8MoEMethod
+from w4a8.integrations.vllm.products import Product
+from w4a8.integrations.vllm.settings import activation_group
+
+
+def register_empty(layer: torch.nn.Module, name: str) -> None:
+    """Registers a parameter that is empty until the files are read."""
+    layer.register_parameter(name, torch.nn.Parameter(torch.empty(0, dtype=torch.uint8), requires_grad=False))
+
+
+class Pulled:
+    """A filler of a linear layer or an output layer: this rank's part of weights."""
+
+    def __init__(
+        self, layer_name: str, where: str, weights: Sequence[Weight | Floats], is_shared: bool = False
+    ) -> None:
+        """Takes the weights of a layer.
+
+        Args:
+            layer_name, where: name of the layer, and of the files, for errors.
+            weights: not all of them floats, in the order of their rows in the layer.
+            is_shared: they are those of the embeddings, too.
+        """
+        self.says, self.weights, self.is_loaded = f"w4a8: {layer_name} of {where}", weights, False
+        self.names = [] if is_shared else [weight.name for weight in weights]  # that nothing else needs
+
+    def register(
+        self,
+        layer: torch.nn.Module,
+        columns: int,
+        sizes: Sequence[int],
+        all_columns: int,
+        dtype: torch.dtype,
+        load: Callable | None,
+    ) -> None:
+        """Registers a parameter for each product, empty until the files are read.
+
+        Raises:
+            ValueError: the weights do not fit the layer, or this rank's part cuts blocks.
+        """
+        self.dtype, self._sizes = dtype, (columns, list(sizes), all_columns)
+        self.runs = self._runs(layer, self.weights)
+        self.forms: list[Any] = [None] * len(self.runs)  # once packed
+        # Rows of zeros are for several ranks, which send each other the same amount.
+        is_padded = isinstance(layer, ParallelLMHead) and layer.tp_size > 1
+        self.padding = sum(sizes) - self.runs[0][0].rows if is_padded else 0
+        layer.w4a8 = [self._product(index, run) for index, run in enumerate(self.runs)]
+        for product in layer.w4a8:
+            register_empty(layer, product.parameter)
+
+    def _product(self, index: int, run: Sequence[Cut]) -> Product:
+        first, columns, rows = run[0].weight, run[0].columns, sum(cut.rows for cut in run) + self.padding
+        group = None if isinstance(first, Floats) else columns if first.group == -1 else first.group
+        return Product(f"weight_packed{index or ''}", rows, columns, group, any(cut.has_bias for cut in run))
+
+    def _runs(self, layer: Any, weights: Sequence[Weight | Floats]) -> list[list[Cut]]:
+        """This rank's parts of weights, by product."""
+        columns, sizes, all_columns = self._sizes
+        try:
+            cuts = _cuts(layer, weights, columns, sizes, all_columns)
+        except ValueError as error:
+            raise ValueError(f"{self.says}: {error}") from None
+        return [list(run) for _, run in groupby(cuts, lambda cut: cut.weight.form)]
+
+    def load(self, layer: torch.nn.Module, weights: Sequence[Weight | Floats] | None = None) -> None:
+        """Reads and packs this rank's part.
+
+        Args:
+            layer: of vLLM.
+            weights: others in the place of those given before, of the same forms.
+
+        Raises:
+            ValueError: values that the operators do not have, an activation group that does not fit, or other forms.
+        """
+        runs = self.runs if weights is None else self._runs(layer, weights)
+        found = [self._product(index, run) for index, run in enumerate(runs)]
+        if found != layer.w4a8:
+            raise ValueError(f"{self.says}: the weights are {found}, but {layer.w4a8} are expected")
+        try:
+            for index, (run, product) in enumerate(zip(runs, layer.w4a8)):
+                for suffix, tensor in self._read(index, run, product).items():
+                    replace_parameter(layer, product.parameter + suffix, tensor)
+        except (ValueError, RuntimeError) as error:  # the second: values that the operators do not have
+            raise ValueError(f"{self.says}: {error}") from error
+        if getattr(layer, "bias", None) is not None:
+            layer.bias.data.zero_()  # the packed matrix has it
+        self.is_loaded = True
+
+    def _read(self, index: int, run: Sequence[Cut], product: Product) -> dict[str, torch.Tensor]:
+        """The tensors of a product, by the suffix of the parameter's name."""
+        if product.group is None:
+            return _floats(run, self.dtype)
+        packed = pack_rows(run, activation_group(), self.forms[index], self.padding)
+        self.forms[index] = packed.form
+        return {"": in_memory(packed.bytes, [cut.weight for cut in run])}
+
+    def finish(self, layer: torch.nn.Module) -> None:
+        """Raises ValueError if the files were not read."""
+        if not self.is_loaded:
+            raise ValueError(f"{self.says}: nothing was read")
+
+    def tie(self) -> bool:
+        """An output layer keeps its own matrix."""
+        return False
+
+
+def _cuts(
+    layer: Any, weights: Sequence[Weight | Floats], columns: int, sizes: Sequence[int], all_columns: int
+) -> list[Cut]:
+    """This rank's part of each weight of a layer."""
+    rank, ranks = layer.tp_rank, layer.tp_size
+    if isinstance(layer, ParallelLMHead):
+        [weight], mine = weights, layer.shard_indices
+        found, expected = (weight.rows, weight.columns), (layer.org_vocab_size, all_columns)
+        if found != expected:
+            raise ValueError(f"{weight.name} has shape {found}, but {expected} is expected")
+        return [Cut(weight, mine.org_vocab_start_index, mine.org_vocab_end_index, 0, columns)]
+    if len(weights) == 1 and len(sizes) > 1 and ranks > 1:
+        weights = _apart(layer, weights[0])
+    elif ranks == 1 and sum(weight.rows for weight in weights) == sum(sizes):  # may be joined otherwise than here
+        sizes = [weight.rows for weight in weights]
+    if len(weights) != len(sizes):
+        raise ValueError(f"{len(weights)} matrices, but {len(sizes)} are expected")
+    for weight in weights:
+        if weight.columns != all_columns:
+            raise ValueError(f"{weight.name} has {weight.columns} columns, but {all_columns} are expected")
+    return [Cut.of_rank(weight, rows, columns, rank, ranks) for weight, rows in zip(weights, sizes)]
+
+
+def _apart(layer: Any, weight: Weight) -> list[Weight]:
+    """The matrices of all ranks that are one in the files: queries, keys and values, or gate and up."""
+    if isinstance(layer, QKVParallelLinear):
+        sizes = [layer.total_num_heads * layer.head_size, layer.total_num_kv_heads * layer.head_size]
+        sizes.append(layer.total_num_kv_heads * layer.v_head_size)
+    else:
+        sizes = layer.output_sizes
+    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
+    if ends[-1] != weight.rows:
+        raise ValueError(f"{weight.name} has {weight.rows} rows, but {ends[-1]} are expected")
+    return [weight.of_rows(end - rows, end) for end, rows in zip(ends, sizes)]
+
+
+def _floats(run: Sequence[Cut], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Weight and bias of floats, by the suffix of the parameter's name."""
+    weights, biases = [], []
+    for cut in run:
+        weight, bias = cut.weight.read(dtype)
+        weights.append(weight[cut.begin : cut.end, cut.first : cut.last])
+        biases.append(bias[cut.begin : cut.end] if cut.has_bias else torch.zeros(cut.rows, dtype=dtype))
+    found = {"": torch.cat(weights)}
+    return {**found, "_bias": torch.cat(biases)} if any(cut.has_bias for cut in run) else found
+
+
+def in_memory(packed: torch.Tensor, weights: Sequence[Weight]) -> torch.Tensor:
+    """The tensor, which may be a view of a file if the weights are packed there, in memory for packed weights."""
+    if all(weight.packed is None for weight in weights):
+        return packed
+    return fresh_bytes(*packed.shape, packed=True).copy_(packed)
+
+
+class PulledMoEMethod(W4A8MoEMethod):
+    """The method of a layer of experts."""
+
+    def __init__(self, experts: ExpertWeights, where: str, layer: torch.nn.Module, layer_name: str) -> None:
+        """A method for one layer.
+
+        Args:
+            experts: the weights.
+            where: name of the files, for errors.
+            layer: vLLM's RoutedExperts, whose ``moe_config`` is not :func:`unsupported`.
+            layer_name: for errors.
+
+        Raises:
+            ValueError: this rank's part of an expert cuts blocks.
+        """
+        super().__init__(Scheme("packed", -1, True), layer, layer_name)
+        self.says, self.is_loaded, self.experts = f"w4a8: {layer_name} of {where}", False, experts
+        self.names = [weight.name for weight in experts.all]
+        first, second = experts.group_sizes
+        self.sizes = replace(self.sizes, group_size=first, w2_group_size=second)
+        self.forms: dict[str, Any] | None = None  # once packed
+        down, mine = experts.shards["w2"][0], self.sizes.intermediate
+        ranks = self.moe.moe_parallel_config.tp_size
+        if mine * ranks == down.columns:
+            try:
+                Cut.of_rank(down, down.rows, mine, 0, ranks)
+            except ValueError as error:
+                message = f"{self.says}: {error}: expert parallelism does not (--enable-expert-parallel)"
+                raise ValueError(message) from None
+
+    def register(self, layer: torch.nn.Module, params_dtype: torch.dtype) -> None:
+        """``w13_weight_packed`` and ``w2_weight_packed``, empty until the files are read.
+
+        Raises:
+            ValueError: the weights do not fit the layer; the activation group does not fit.
+        """
+        experts, ranks = self.experts, self.moe.moe_parallel_config.tp_size
+        found = (experts.experts, experts.hidden, experts.intermediate, experts.is_gated, experts.bias is not None)
+        gated = self.sizes.gated
+        expected = (self.moe.num_experts, self.sizes.hidden, self.sizes.intermediate * ranks, gated, self.moe.has_bias)
+        if found != expected:
+            names = "(experts, hidden size, intermediate size, gate, bias)"
+            raise ValueError(f"{self.says}: {names} are {found}, expected {expected}")
+        if not all(weight.is_fixed for weight in experts.all):
+            self.groups_of_activations(activation_group())
+        for stack, _, _ in self.sizes.stacks:
+            register_empty(layer, f"{stack}_weight_packed")
+        self.list_products(layer)
+        layer.w4a8_filler = self
+
+    def load(self, layer: torch.nn.Module, experts: ExpertWeights | None = None) -> None:
+        """Reads and packs the experts of this rank.
+
+        Raises:
+            ValueError: gate and up are of different types, or values that the operators do not have.
+        """
+        experts, parallel = experts or self.experts, self.moe.moe_parallel_config
+        places = {layer._map_global_expert_id_to_local_expert_id(each): each for each in range(self.moe.num_experts)}
+        local = [places[index] for index in sorted(places.keys() - {-1})]
+        ranks = parallel.tp_rank, parallel.tp_size
+        try:
+            _, found, self.forms = pack_experts(experts, local, activation_group(), *ranks, packed_as=self.forms)
+        except (ValueError, RuntimeError) as error:
+            raise ValueError(f"{self.says}: {error}") from error
+        for stack, packed in found.items():
+            replace_parameter(layer, f"{stack}_weight_packed", in_memory(packed, experts.all))
+        self.is_loaded = True
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Raises ValueError if the files were not read."""
+        if not self.is_loaded:
+            raise ValueError(f"{self.says}: nothing was read")
+        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
