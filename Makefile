@@ -4,7 +4,7 @@ export TORCH PYTHON
 ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-full test-kernels test-benchmarks test-arm test-vllm test-vllm-full test-baseline test-package wheel test-wheel fuzz setup lint format bench bench-linear bench-attention bench-decoder bench-peers bench-models bench-accuracy real-size clean
+.PHONY: help demo test test-full test-kernels test-benchmarks test-arm test-vllm test-baseline test-package wheel test-wheel fuzz setup lint format bench bench-linear bench-attention bench-decoder bench-peers bench-models bench-accuracy real-size clean
 
 help: ## list the targets
 	@echo "usage: make TARGET [TORCH=debian | PYTHON=/path/to/python] [ARGS='...']"
@@ -33,9 +33,6 @@ test-arm: ## the Arm kernels on emulated CPUs (installs a cross compiler and qem
 
 test-vllm: ## the plugin in the real vLLM, in .venv-vllm (x86-64; large downloads)
 	@scripts/test_vllm.sh $(ARGS)
-
-test-vllm-full: ## the same with every format, group and dtype, and two ranks
-	@scripts/test_vllm.sh --full $(ARGS)
 
 fuzz: ## fuzz the core with Clang's sanitizers: make fuzz SECONDS=600 (default 60)
 	@scripts/fuzz.sh $(SECONDS)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# usage: test_vllm.sh [--wheel] [--quick | --full] [ARGUMENT...]
-# Runs tests/vllm with the real vLLM in .venv-vllm. Arguments go to pytest; --full runs everything. --wheel: with the
-# wheel for every torch (build_wheel.sh), in the place of what was compiled for this torch until the next run without.
+# usage: test_vllm.sh [--wheel] [ARGUMENT...]
+# Runs tests/vllm with the real vLLM in .venv-vllm. Arguments go to pytest. --wheel: with the wheel for every torch
+# (build_wheel.sh), in the place of what was compiled for this torch until the next run without.
 if [ "${1:-}" = --wheel ]; then
   export VLLM_WHEEL=1
   shift
@@ -9,5 +9,7 @@ fi
 source "$(dirname "${BASH_SOURCE[0]}")/setup_vllm.sh"
 # What PyPI's vLLM compiles for CPUs, and its caches, stay in the build folder.
 export VLLM_CACHE_ROOT=$ROOT/build/vllm-cache TORCHINDUCTOR_CACHE_DIR=$ROOT/build/vllm-cache/inductor
+PY=$VLLM_PY select_pytest_options
 cd tests/vllm
-exec "$VLLM_PY" -m pytest -c pytest.ini "$@"
+# A file's engines are made once, in one of the processes. In the order of their names, long files and short ones take turns.
+exec "$VLLM_PY" -m pytest -c pytest.ini "${PYTEST_OPTIONS[@]}" --dist loadfile --no-loadscope-reorder "$@"

@@ -1,11 +1,11 @@
-"""What is tested. QUICK runs in `make test-vllm`, all of it in `make test-vllm-full`."""
+"""What is tested."""
 
 from models import Case
 
 FIRST_EXPERTS = r".*layers[.]0[.].*experts"
 
 # Families and formats at once: an engine each.
-QUICK = [
+FAMILIES = [
     Case("qwen3_moe", 32, "int-quantized", "bfloat16", "symmetric"),
     Case("qwen2_moe", 64, "pack-quantized", "float16", "asymmetric"),
     Case("mixtral", 128, "awq", "float32", "none", symmetric=False),
@@ -65,7 +65,7 @@ TOOLS = {
         "gpt_oss", 32, "mxfp4", "bfloat16", "none", attention="float", tool="mxfp4", changes={"num_local_experts": 4}
     ),
 }
-QUICK += TOOLS.values()
+FAMILIES += TOOLS.values()
 
 # Sizes that are multiples of 16 and of nothing more.
 ODD = {"hidden_size": 144, "moe_intermediate_size": 112, "intermediate_size": 176}
@@ -122,17 +122,14 @@ MORE = [
 # The first of each family runs through torch.compile, as a server does; of the formats that these leave out, what a
 # tool has written.
 COMPILED = [
-    *{case.model: case for case in reversed(QUICK)}.values(),
+    *{case.model: case for case in reversed(FAMILIES)}.values(),
     *(TOOLS[name] for name in ("gptq_v2", "auto_round_awq", "compressed_tensors", "nvfp4_modelopt")),
 ]
 
-# (case, compiled): other weights are loaded into the running engine. Both formats, shared experts, biases.
-RELOADED = [
-    (case, case in COMPILED) for case in (QUICK[0], QUICK[1], QUICK[2], QUICK[5], QUICK[6], QUICK[10], QUICK[11])
-]
+# Other weights are loaded into the running engine. Both formats, shared experts, biases.
+RELOADED = [FAMILIES[0], FAMILIES[1], FAMILIES[2], FAMILIES[5], FAMILIES[6], FAMILIES[10], FAMILIES[11]]
 
-# Two ranks: experts cut (tensor parallel) or dealt out (expert parallel). The first runs in `make test-vllm`: a bias of
-# w2 must come in once, not once per rank.
+# Two ranks: experts cut (tensor parallel) or dealt out (expert parallel).
 PARALLEL = [
     (Case("gpt_oss", 32, "int-quantized", "float32", "symmetric"), False),
     (Case("qwen3_moe", 32, "int-quantized", "float32", "symmetric"), False),

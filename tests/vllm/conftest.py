@@ -1,9 +1,13 @@
-"""Engines run in processes of their own, several models in each: an interpreter with vLLM takes longer to start than a
-tiny model to load, pack and run.
+"""Engines run in processes of their own, several models in each, forked from one that has imported vLLM: that takes
+longer than a tiny model to load, pack and run.
 """
 
+import atexit
+import functools
 import json
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
@@ -27,28 +31,6 @@ ONLY_AVX2 = {
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
     "ONEDNN_MAX_CPU_ISA": "AVX2",
 }
-
-
-def pytest_addoption(parser):
-    parser.addoption("--full", action="store_true", help="every format, group, dtype and kind of parallelism")
-    parser.addoption("--quick", action="store_true", help="every family once, two of them compiled; a server")
-
-
-def pytest_configure(config):
-    config.addinivalue_line("markers", "full: only with --full")
-    config.addinivalue_line("markers", "usual: not with --quick")
-    config.addinivalue_line("markers", "quick: with --quick as well, though it is full")
-
-
-def pytest_collection_modifyitems(config, items):
-    full, quick = config.getoption("--full"), config.getoption("--quick")
-    reason = "not with --quick" if quick else "only with --full (make test-vllm-full)"
-    for item in items:
-        left_out = "full" in item.keywords and not full
-        if quick:
-            left_out = "quick" not in item.keywords and (left_out or "usual" in item.keywords)
-        if left_out:
-            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def prompts() -> list[list[int]]:
@@ -101,41 +83,40 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3,
 DEFAULT_HEAD = {"W4A8_VLLM_LM_HEAD": ""}
 # Of engines whose weights are compared: in one process, and with attention as exact as vLLM's own.
 ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "W4A8_VLLM_ATTENTION": "0"}
-# The same of two ranks, both on one NUMA node.
-TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1", "W4A8_VLLM_ATTENTION": "0"}
+FILES = {"jobs": "jobs.json", "results": "results.pt", "log": "log.txt"}
 
 
-class Engines:
-    """A process of engine.py; `finish` returns its results and its log."""
-
-    def __init__(self, jobs: list[Job], directory: Path, hide_amx: bool = False, **variables) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        paths = [directory / name for name in ("jobs.json", "results.pt", "log.txt")]
-        paths[0].write_text(json.dumps([vars(job) for job in jobs], default=str))
-        command = [sys.executable, str(HERE / "engine.py"), str(paths[0]), str(paths[1])]
-        with open(paths[2], "w") as log:
-            self._process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=environment(hide_amx, **variables), cwd=directory
-            )
-        self._results, self._log = paths[1:]
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-    def finish(self, timeout: float) -> tuple[list[dict], str]:
-        try:
-            code = self._process.wait(timeout)
-        finally:
-            self.kill()
-        log = self._log.read_text()
-        assert code == 0, log[-4000:]
-        return torch.load(self._results), log
+@functools.cache
+def engine_server(hide_amx: bool) -> subprocess.Popen:
+    """engine.py, until this process ends."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    command = [sys.executable, str(HERE / "engine.py")]
+    server = subprocess.Popen(command, **pipes, env=environment(hide_amx), start_new_session=True)
+    atexit.register(server.communicate)  # which ends it
+    return server
 
 
-def run_engines(jobs: list[Job], directory: Path, timeout: float, *args, **variables) -> tuple[list[dict], str]:
-    """Results of engine.py, and its log."""
-    return Engines(jobs, directory, *args, **variables).finish(timeout)
+def run_engines(
+    jobs: list[Job], directory: Path, timeout: float, hide_amx: bool = False, ranks: int = 1, **variables
+) -> tuple[list[dict], str]:
+    """Results of engine.py, and its log. ranks: processes that run each job together, of whose answers the first's are
+    returned.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    request = {key: str(directory / name) for key, name in FILES.items()}
+    Path(request["jobs"]).write_text(json.dumps([vars(job) for job in jobs], default=str))
+    request |= {"directory": str(directory), "environment": variables, "ranks": ranks, "port": free_port()}
+    server = engine_server(hide_amx or HIDE_AMX)
+    print(json.dumps(request), file=server.stdin, flush=True)
+    code = "no answer"
+    if select.select([server.stdout], [], [], timeout)[0]:
+        code = server.stdout.readline().strip()
+    else:
+        os.killpg(server.pid, signal.SIGKILL)
+        engine_server.cache_clear()
+    log = Path(request["log"]).read_text()
+    assert code == "0", f"{code}\n{log[-4000:]}"
+    return torch.load(request["results"]), log
 
 
 def free_port() -> int:

@@ -1,7 +1,11 @@
-"""Runs vLLM engines one after another in one process: `python engine.py JOBS RESULTS`.
+"""Runs vLLM engines, one after another in a process that is forked for them: vLLM takes ten seconds to import, and a
+process must not know what another one's engines have compiled or said.
 
-JOBS is a JSON list of {"model", "arguments" (of LLM), "prompts" (token ids), "tokens", "environment" (variables)}.
-RESULTS, a torch file, gets one entry per job: {"error"}, or {"outputs": token ids, "logprobs": float32
+A line on standard input is a JSON object: "jobs", "results" and "log" (paths), "directory", "environment" (variables),
+"ranks" (processes), "port". The exit code is the answer, when the processes have ended.
+
+The jobs are a JSON list of {"model", "arguments" (of LLM), "prompts" (token ids), "tokens", "environment" (variables)}.
+The results, a torch file, get one entry per job: {"error"}, or {"outputs": token ids, "logprobs": float32
 [prompt + output - 1, vocabulary] per prompt},
 and for a job with "reload", a second checkpoint, the same again under "reloaded". "amx": whether vLLM was told of AMX.
 "compiled": how many models and graphs this process has compiled so far, and how many it has loaded instead.
@@ -10,12 +14,15 @@ and for a job with "reload", a second checkpoint, the same again under "reloaded
 import gc
 import json
 import os
+import signal
 import sys
 import time
 import traceback
 
-os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+freeze = gc.freeze
+CACHE = 64 << 20  # bytes of keys and values
 os.environ.update(HF_HUB_OFFLINE="1", VLLM_NO_USAGE_STATS="1", TRANSFORMERS_VERBOSITY="error")
+os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # whole GiB
 
 
 def _rows(positions) -> list[list[float]]:
@@ -30,6 +37,22 @@ def inspect_models_here() -> None:
     registry._run_in_subprocess = lambda function: function()
 
 
+def collect_only_what_is_new() -> None:
+    """vLLM collects garbage ten times for an engine, half a second each among the million objects that its modules are.
+    Called between engines: these stay frozen, and what an engine makes does not.
+    """
+    gc.collect()
+    freeze()
+    gc.freeze = gc.unfreeze = lambda: None  # called by vLLM
+
+
+def meet_at(address: str, rank: int) -> None:
+    """Ranks that were started by this file; vLLM's name for what they share would be that of every other pair's."""
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
+
+    ExecutorWithExternalLauncher._distributed_args = lambda self: (address, rank, rank)
+
+
 def take_amx_for_granted() -> None:
     """Lets vLLM's own int4 experts run where there is no AMX: only vLLM's choice asks for it, its operators do not."""
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsInt4
@@ -40,7 +63,10 @@ def take_amx_for_granted() -> None:
 def run(job: dict) -> dict:
     from vllm import LLM
 
-    arguments = {"skip_tokenizer_init": True, "max_model_len": 256, "max_logprobs": -1, "seed": 0, **job["arguments"]}
+    arguments = {"skip_tokenizer_init": True, "max_model_len": 256, "max_logprobs": -1, "seed": 0}
+    arguments |= {"kv_cache_memory_bytes": CACHE, **job["arguments"]}
+    if "RANK" in os.environ:
+        arguments["distributed_executor_backend"] = "external_launcher"
     # Most jobs are compared with a model whose output layer is as its checkpoint has it.
     environment = {"W4A8_VLLM_LM_HEAD": "0", **job["environment"]}
     os.environ.update(environment)
@@ -88,13 +114,12 @@ def answers(llm, job: dict) -> dict:
     return {"outputs": tokens, "logprobs": [torch.tensor(row) for row in rows]}
 
 
-def main() -> None:
+def run_all(jobs_path: str, results_path: str) -> None:
     import torch
+    from vllm.distributed import cleanup_dist_env_and_memory
 
-    inspect_models_here()
     if os.environ.get("W4A8_TEST_EXPERTS_AS_WITH_AMX") == "1":
         take_amx_for_granted()
-    jobs_path, results_path = sys.argv[1:]
     results = []
     with open(jobs_path) as file:
         jobs = json.load(file)
@@ -113,12 +138,57 @@ def main() -> None:
         result["amx"] = torch.cpu._is_amx_tile_supported()
         result["compiled"] = compiled()
         results.append(result)
-        torch.save(results, results_path)
-        gc.collect()
+        if os.environ.get("RANK", "0") == "0":
+            torch.save(results, results_path)
         if job is not jobs[-1]:
-            from vllm.distributed import cleanup_dist_env_and_memory
-
             cleanup_dist_env_and_memory()
+            collect_only_what_is_new()
+
+
+def start(request: dict, rank: int) -> int:
+    """The process of a rank."""
+    process = os.fork()
+    if process:
+        return process
+    code = 1
+    try:
+        log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for stream in (1, 2):
+            os.dup2(log, stream)
+        os.chdir(request["directory"])
+        os.environ.update(request["environment"])
+        if request["ranks"] > 1:
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(request["ranks"]))
+            meet_at(f"tcp://127.0.0.1:{request['port']}", rank)
+        run_all(request["jobs"], request["results"])
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.exit(code)  # which gives back what ranks share
+
+
+def main() -> None:
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM's log
+    import vllm.v1.engine.core
+    import vllm.v1.executor.uniproc_executor
+    import vllm.v1.worker.cpu_worker  # noqa: F401
+    from vllm import LLM  # noqa: F401
+
+    inspect_models_here()
+    collect_only_what_is_new()
+    for line in sys.stdin:
+        request = json.loads(line)
+        processes = {start(request, rank) for rank in range(request["ranks"])}
+        answer = 0
+        while processes:
+            process, status = os.wait()
+            processes.discard(process)
+            if status and not answer:
+                answer = os.waitstatus_to_exitcode(status)
+                for other in processes:
+                    os.kill(other, signal.SIGKILL)
+        print(answer, file=replies, flush=True)
 
 
 if __name__ == "__main__":

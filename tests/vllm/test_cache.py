@@ -3,11 +3,12 @@ was compiled once is loaded at the next start.
 """
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import COMPILED, QUICK
+from cases import COMPILED, RELOADED
 from compare import assert_same, check
 from conftest import ALONE, Job, arguments, run_engines
 from models import Case
@@ -19,53 +20,77 @@ from w4a8.integrations.vllm import compiled
 DENSE = Case("qwen3", 32, "int-quantized", "float32", "symmetric")
 
 
-def run(checkpoint, case, directory, start, **variables):
-    """(job, result, log) of an engine in a process of its own, whose cache is the directory's."""
-    job = Job(checkpoint, arguments(case, compiled=True))
+def run(jobs, directory, start, **variables):
+    """Results and log of engines in a process of its own, whose cache is the directory's."""
     variables["W4A8_VLLM_DECODER"] = "0"  # layers in one call are not compiled
     variables["VLLM_CACHE_ROOT"] = str(directory / "cache")
     variables["TORCHINDUCTOR_CACHE_DIR"] = str(directory / "cache" / "inductor")
-    (result,), log = run_engines([job], directory / start, 600, **ALONE, **variables)
+    return run_engines(jobs, directory / start, 1800, **ALONE, **variables)
+
+
+@pytest.fixture(scope="module")
+def starts(checkpoints, tmp_path_factory):
+    """Jobs, and the results and the log of two starts; the engines of the first one get other weights, too."""
+    directory = tmp_path_factory.mktemp("starts")
+    jobs = [Job(checkpoints(case) / "checkpoint", arguments(case, compiled=True)) for case in COMPILED]
+    again = [replace(job) for job in jobs]
+    for case, job in zip(COMPILED, jobs):
+        job.reload = checkpoints(case, seed=1) / "checkpoint" if case in RELOADED else None
+    return jobs, run(jobs, directory, "first"), run(again, directory, "second")
+
+
+compiled_cases = pytest.mark.parametrize("index", range(len(COMPILED)), ids=[case.name for case in COMPILED])
+
+
+@compiled_cases
+def test_answers_are_those_of_transformers(index, starts, checkpoints):
+    jobs, (results, _), _ = starts
+    check(COMPILED[index], checkpoints(COMPILED[index]), jobs[index].prompts, results[index])
+
+
+@pytest.mark.parametrize("case", [case for case in RELOADED if case in COMPILED], ids=lambda case: case.name)
+def test_other_weights_are_reloaded(case, starts, checkpoints):
+    """No graph has any of the first ones in it."""
+    jobs, (results, _), _ = starts
+    job, result = jobs[COMPILED.index(case)], results[COMPILED.index(case)]
     assert "error" not in result, result["error"]
-    return job, result, log
+    check(case, checkpoints(case, seed=1), job.prompts, {**result, **result["reloaded"]})
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[] if case is QUICK[0] else pytest.mark.full, id=case.name) for case in COMPILED],
-)
-def test_a_second_start_compiles_nothing(case, checkpoints, tmp_path):
+@compiled_cases
+def test_a_second_start_compiles_nothing(index, starts):
     """It loads the model, and answers the same bit for bit."""
-    first, second = (run(checkpoints(case) / "checkpoint", case, tmp_path, start)[1:] for start in ("first", "second"))
-    others = first[0]["compiled"]["graphs"] - 1  # functions of vLLM's sampler that it compiles by themselves
-    assert first[0]["compiled"] == {"models": 1, "graphs": 1 + others, "loaded": 0}
-    assert "saved AOT compiled function" in first[1]
-    assert second[0]["compiled"] == {"models": 0, "graphs": others, "loaded": 1}
-    assert "Compiling model again" not in second[1] and "saved AOT" not in second[1]
-    assert_same(first[0], second[0])
+    first, second = (results[index] for results, _ in starts[1:])
+    assert_same(first, second)
+    count = index + 1  # so far
+    others = first["compiled"]["graphs"] - count  # functions of vLLM's sampler that it compiles by themselves
+    assert first["compiled"] == {"models": count, "graphs": count + others, "loaded": 0}
+    assert second["compiled"] == {"models": 0, "graphs": others, "loaded": count}
+
+
+def test_says_what_it_compiles(starts):
+    first, second = (log for _, log in starts[1:])
+    assert first.count("saved AOT compiled function") == len(COMPILED)
+    assert "Compiling model again" not in second and "saved AOT" not in second
 
 
 @pytest.fixture(scope="module")
 def runs(checkpoints, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("cache")
-    off = {"W4A8_VLLM": "0"}
-    return [
-        run(checkpoints(DENSE) / "checkpoint", DENSE, directory, str(i), **variables)
-        for i, variables in enumerate((off, {}, off))
-    ]
+    """Results and logs of three starts, and their job."""
+    directory, off = tmp_path_factory.mktemp("cache"), {"W4A8_VLLM": "0"}
+    job = Job(checkpoints(DENSE) / "checkpoint", arguments(DENSE, compiled=True))
+    return [run([job], directory, str(i), **variables) for i, variables in enumerate((off, {}, off))], job
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("i", range(3), ids=["off", "on", "off again"])
 def test_answers(i, runs, checkpoints):
-    job, result, log = runs[i]
+    ((result,), log), job = runs[0][i], runs[1]
     check(DENSE, checkpoints(DENSE), job.prompts, result, stock=i != 1)
     assert ("linear layers (int4 in groups of " in log) == (i == 1)
 
 
-@pytest.mark.full
 def test_each_way_has_a_place_of_its_own(runs):
-    off, on, again = (set(re.findall(r"torch_aot_compile/(\w+)", log)) for _, _, log in runs)
+    off, on, again = (set(re.findall(r"torch_aot_compile/(\w+)", log)) for _, log in runs[0])
     assert len(off) == len(on) == 1
     assert off == again != on
 

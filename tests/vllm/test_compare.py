@@ -5,11 +5,11 @@ import copy
 import multiplied_out
 import pytest
 import torch
-from cases import QUICK
+from cases import FAMILIES
 from compare import activation_group, check
 from conftest import prompts
 
-CASES = [case for case in QUICK if case.model in ("gpt_oss", "qwen2_moe") and case.inputs != "none"]
+CASES = [case for case in FAMILIES if case.model in ("gpt_oss", "qwen2_moe") and case.inputs != "none"]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -23,7 +23,6 @@ from w4a8.integrations.vllm import binding
 TIE = {"float32": 0.1, "bfloat16": 0.5}
 
 
-@pytest.mark.usual
 def test_offline(tmp_path):
     """Prefix caching and chunked prefill are on, as vLLM's defaults are; all layers run in one call."""
     prompts = [list(prompt.encode()) for prompt in PROMPTS]
@@ -98,7 +97,6 @@ def test_server(server):
         check_greedy(model, prompt, list(answer.encode()), TIE["bfloat16"])
 
 
-@pytest.mark.full
 def test_a_second_start_of_the_server(tmp_path):
     """It loads what the first one has compiled, and answers the same. Counted: test_cache.py."""
     model, answers, logs = with_tokenizer(tmp_path / "model"), [], []

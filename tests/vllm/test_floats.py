@@ -91,11 +91,10 @@ def test_says_what_it_runs(results):
     assert "2 layers of experts (int8 in groups of 64)" in results[1]
 
 
-@pytest.mark.full
 def test_two_ranks(tmp_path):
     """Rounded before or after they are cut: groups are whole."""
     jobs = jobs_of(tmp_path, *CASES["one scale"], tensor_parallel_size=2)
-    done, _ = run_engines(jobs, tmp_path / "engines", 1800, VLLM_CPU_OMP_THREADS_BIND="0|1")
+    done, _ = run_engines(jobs, tmp_path / "engines", 1800, ranks=2, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     assert_same(*done)
 
 

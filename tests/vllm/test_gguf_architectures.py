@@ -27,17 +27,12 @@ CASES = {
     "int4": sorted(name for name in INT4.keys() - STACKED if name.partition(",")[0] not in NOT_INT4_IN_VLLM),
 }
 # With --quick: joined matrices and latent attention; keys that are values, and norms of heads; Mamba; joined rows.
-QUICK = {
-    "gguf": ("deepseek2, GLM-4.7-Flash", "gemma4, experts", "granitehybrid", "minimax-m2", "phi3", "qwen3next"),
-    "int4": ("ernie4_5-moe", "glm4"),
-}
 
 
 @pytest.fixture(scope="module")
-def results(request, tmp_path_factory):
+def results(tmp_path_factory):
     """``results(form)``: by name of a model the job and its result; and by name the folder."""
-    quick = request.config.getoption("--quick")
-    return functools.cache(lambda form: run(form, QUICK[form] if quick else CASES[form], tmp_path_factory))
+    return functools.cache(lambda form: run(form, CASES[form], tmp_path_factory))
 
 
 def run(form, cases, tmp_path_factory):
@@ -63,11 +58,7 @@ def run(form, cases, tmp_path_factory):
     return dict(zip(cases, zip(jobs, done))), where
 
 
-ALL = [
-    pytest.param(form, name, marks=[] if name in QUICK[form] else [pytest.mark.usual])
-    for form, names in CASES.items()
-    for name in names
-]
+ALL = [(form, name) for form, names in CASES.items() for name in names]
 
 
 @pytest.mark.parametrize(("form", "name"), ALL)

@@ -9,7 +9,7 @@ import gguf_models
 import numpy as np
 import pytest
 from compare import check
-from conftest import ALONE, DEFAULT_HEAD, TWO_RANKS, Job, prompts, run_engines
+from conftest import ALONE, DEFAULT_HEAD, Job, prompts, run_engines
 from gguf_models import EXPERTS, VOCAB, TinyModel
 from test_example import serving
 from test_gguf_files import TOKENIZER
@@ -40,8 +40,6 @@ class Tiny:
 # vLLM's latent attention has other sizes than these: test_gguf_architectures.py has one.
 MODELS = [name for name in gguf_models.MODELS if not name.startswith("deepseek") and name not in NOT_IN_VLLM]
 CASES = [*map(Tiny, MODELS), Tiny("qwen3moe", "bfloat16", compiled=True), Tiny("llama", "float32", True)]
-# With --quick: types that differ in a layer, ties and norms of Gemma, experts with biases and of unequal groups.
-QUICK = ("llama", "gemma3", "gpt-oss")
 
 
 # Tensors that a file lacks: what the error names.
@@ -77,26 +75,17 @@ def write(case, directory, lost=None, cut=False, **options):
 
 
 @pytest.fixture(scope="module")
-def results(request, tmp_path_factory):
-    quick = request.config.getoption("--quick")
-    cases = [case for case in CASES if not quick or (case.model in QUICK and not case.compiled)]
-    where = {case: tmp_path_factory.mktemp("gguf") for case in cases}
-    jobs = [write(case, where[case], **({"split_max_tensors": 9} if case.model == "llama" else {})) for case in cases]
+def results(tmp_path_factory):
+    where = {case: tmp_path_factory.mktemp("gguf") for case in CASES}
+    jobs = [write(case, where[case], **({"split_max_tensors": 9} if case.model == "llama" else {})) for case in CASES]
     broken = [write(Tiny("qwen3"), tmp_path_factory.mktemp("lost"), lost=name) for name in LOST]
     engines = tmp_path_factory.mktemp("engines")
     done, log = run_engines([*jobs, *broken], engines, 1800, **ALONE)
     refused = dict(zip(LOST, (result.get("error", "") for result in done[len(jobs) :])))
-    return dict(zip(cases, zip(jobs, done))), where, log, refused
+    return dict(zip(CASES, zip(jobs, done))), where, log, refused
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=[] if case.model in QUICK and not case.compiled else [pytest.mark.usual])
-        for case in CASES
-    ],
-    ids=lambda case: case.name,
-)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_answers_are_those_of_the_weights(case, results):
     job, result = results[0][case]
     assert "error" not in result, result["error"]
@@ -124,11 +113,10 @@ def parallel(tmp_path_factory):
     jobs = [write(case, where[case], cut=True) for case, _ in PARALLEL]
     for job, (_, experts) in zip(jobs, PARALLEL):
         job.arguments |= {"tensor_parallel_size": 2, "enable_expert_parallel": experts}
-    done, _ = run_engines(jobs, tmp_path_factory.mktemp("engines"), 1800, **TWO_RANKS)
+    done, _ = run_engines(jobs, tmp_path_factory.mktemp("engines"), 1800, ranks=2, **ALONE)
     return dict(zip(where, zip(jobs, done))), where
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("case", "experts"), PARALLEL, ids=[case.name for case, _ in PARALLEL])
 def test_two_ranks(case, experts, parallel):
     job, result = parallel[0][case]
@@ -136,7 +124,6 @@ def test_two_ranks(case, experts, parallel):
     check(case, parallel[1][case], job.prompts, result, ranks=2, size=32)
 
 
-@pytest.mark.full
 def test_server(tmp_path):
     """A conversation, with the tokenizer and the template of the file."""
     tiny = TinyModel("qwen3moe")

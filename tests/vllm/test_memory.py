@@ -30,8 +30,7 @@ os._exit(0)
 """
 
 
-@pytest.mark.usual
-@pytest.mark.parametrize("shuffled", [True, pytest.param(False, marks=pytest.mark.full)], ids=["shuffled", "in order"])
+@pytest.mark.parametrize("shuffled", [True, False], ids=["shuffled", "in order"])
 def test_peak_while_loading(shuffled, tmp_path):
     """What is packed, the tensors that are not quantized, one file, and little more; the int8 weights are 500 MB."""
     checkpoint = shuffled_model.write(tmp_path / "model", shuffled)
@@ -76,7 +75,6 @@ def write_gguf(path):
     return gguf_files.write(path, "qwen3moe", {f"qwen3moe.{key}": value for key, value in keys.items()}, tensors)
 
 
-@pytest.mark.usual
 def test_peak_while_loading_a_gguf_file(tmp_path):
     """What is packed, the embeddings, and what is unpacked of a matrix at once: 2^25 codes of a byte, their copy where
     they wait, and of the embeddings 2^22 floats and what they are made of."""

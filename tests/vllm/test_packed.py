@@ -12,7 +12,7 @@ import torch
 import transformers
 from cases import FIRST_EXPERTS
 from compare import assert_same, check
-from conftest import ALONE, TWO_RANKS, Job, arguments, run_engines
+from conftest import ALONE, Job, arguments, run_engines
 from models import COMMON, MODELS, Case, _random_weights, _stacked, write
 from safetensors.torch import load_file, save_file
 from tool_formats import E2M1
@@ -230,11 +230,10 @@ def test_says_what_it_runs(results):
 def parallel(tmp_path_factory):
     where = {name: tmp_path_factory.mktemp("parallel") for name in PARALLEL}
     jobs = [write_other(other, where[name]) for name, other in PARALLEL.items()]
-    done, log = run_engines(jobs, tmp_path_factory.mktemp("engines"), 1800, **TWO_RANKS)
+    done, log = run_engines(jobs, tmp_path_factory.mktemp("engines"), 1800, ranks=2, **ALONE)
     return dict(zip(PARALLEL, zip(jobs, done))), where, log
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", ["cut", "8 bits, cut", "whole experts"])
 def test_two_ranks(parallel, name):
     """What is cut is unpacked; experts that are dealt out are not."""
@@ -244,7 +243,6 @@ def test_two_ranks(parallel, name):
     check(PARALLEL[name].case, directory, job.prompts, result, ranks=2, size=activation_group_in(directory))
 
 
-@pytest.mark.full
 def test_what_cannot_be_cut_is_refused(parallel):
     assert "error" in parallel[0]["refused"][1]
     assert "packed directory with weights of type e2m1 cannot be served with layers cut among 2 ranks" in parallel[2]

@@ -14,7 +14,6 @@ from conftest import DEFAULT_HEAD, Job, run_engines
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from trained_models import SOURCES
 
-pytestmark = pytest.mark.full
 QUESTION, ANSWER = "The days of the week are Monday, Tuesday, Wednesday,", "Thursday"
 TOKENS = 4
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from cases import QUICK, TOOLS
+from cases import FAMILIES, TOOLS
 from compare import check
 from conftest import AVX2, HIDE_AMX, Job, arguments, run_engines
 from models import Case
 
-INT, PACK = QUICK[0], Case("qwen3_moe", 32, "pack-quantized", "bfloat16", "symmetric")
+INT, PACK = FAMILIES[0], Case("qwen3_moe", 32, "pack-quantized", "bfloat16", "symmetric")
 WEIGHT_ONLY = Case("qwen3_moe", 128, "pack-quantized", "bfloat16", "none")
 
 NO_BACKEND = "NotImplementedError: No W4A8 Int8 MoE backend supports the deployment configuration."
@@ -41,7 +41,6 @@ OTHER_FORMATS = {
     Case("qwen3_moe", 16, "nvfp4-pack-quantized", "bfloat16", "none", attention="float"): NO_NVFP4_MOE,
 }
 
-pytestmark = pytest.mark.usual  # no change of this package changes them
 AMX = torch.cpu._is_amx_tile_supported() and not HIDE_AMX
 ON_EITHER = {"int-quantized": NO_BACKEND, "moe_backend=cpu": NOT_ARM, "pack-quantized": NO_BACKEND}
 
@@ -102,13 +101,11 @@ def other_formats_without_amx(checkpoints, tmp_path_factory):
     return dict(zip(OTHER_FORMATS, done))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("case", OTHER_FORMATS, ids=lambda case: case.name)
 def test_refusal_of_other_formats(case, other_formats_without_amx):
     assert OTHER_FORMATS[case] in other_formats_without_amx[case].get("error", "no error")
 
 
-@pytest.mark.full
 @pytest.mark.skipif(AVX2, reason="vLLM's library for AVX2 lacks these operators")
 def test_the_wrong_answer_to_gptq_v2(checkpoints, tmp_path):
     """One file of each version, through the operators that stock takes where there is AMX: it adds 1 to the zero points
