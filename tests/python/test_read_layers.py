@@ -14,7 +14,7 @@ from w4a8.core.packer import pack_experts
 from w4a8.nn import W4A8Experts
 
 pytest.importorskip("safetensors", reason="the safetensors package is not installed")
-from safetensors.torch import load_file, save_file  # noqa: E402
+from safetensors.torch import load_file, save_file
 
 MEMORY = """
 import torch
