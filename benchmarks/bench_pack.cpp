@@ -1,4 +1,5 @@
-// Packing beside copying: the w13 weights of experts, into memory that is there and into new memory.
+// Packing beside copying: the w13 weights of experts, into memory that is there and into new memory. Then the same
+// number of weights from the blocks of GGUF files, and from tensors, on one core.
 //
 //   bench_pack [--threads=N] [--rounds=N] [--experts=N]
 //
@@ -9,6 +10,7 @@
 #include <random>
 #include <vector>
 
+#include "core/block_rows.h"
 #include "core/kernel_choice.h"
 #include "core/pack.h"
 #include "core/split.h"
@@ -74,6 +76,61 @@ void run_group(const PackedShape& shape, int64_t experts, OmpParallel& parallel,
   new_memory.print("new memory", shape, parallel.threads(), 2 * size);
 }
 
+void print_rate(const char* name, const PackedShape& shape, int64_t bytes, double seconds, double limit) {
+  const double rate = static_cast<double>(bytes) / seconds * 1e-9;
+  std::printf("%-7s %-8s %-10s %6.2f GB/s   copy %6.2f GB/s   %5.1f %%\n", name, group_name(shape).c_str(),
+              shape.activation_group == kWholeRow ? "whole rows" : "in groups", rate, limit * 1e-9,
+              100 * rate / limit * 1e9);
+}
+
+// One core, the best of the rounds, each on other memory. Bytes are those of the file, which a copy reads and writes.
+void run_sources(int64_t rounds) {
+  constexpr int64_t kMatrices = 16;
+  SerialParallel serial;
+  std::mt19937_64 random(1);
+  constexpr int64_t kMost = kN * kK / 32 * 34;  // bytes of a source: Q8_0
+  const Buffer raw(kMatrices * kMost);
+  for (int64_t i = 0; i + 8 <= raw.bytes(); i += 8) {
+    const uint64_t bits = random() & 0x3f3f3f3f3f3f3f3fu;  // six bits are codes of every kind, and no NaN of e8m0
+    std::memcpy(raw.data() + i, &bits, 8);
+  }
+  const Buffer packed(2 * kMatrices * kMost);
+  const auto best = [&](int64_t bytes, auto&& body) {
+    double least = 1e9;
+    for (int64_t i = 0; i < kMatrices * rounds; ++i) {
+      const int64_t m = i % kMatrices;
+      least = std::min(least, timed([&] { body(raw.data() + m * bytes, packed.data() + 2 * m * kMost); }));
+    }
+    return least;
+  };
+  const int64_t copied = kMost / 2;
+  const double limit = static_cast<double>(copied) / best(copied, [&](const uint8_t* from, uint8_t* to) {
+                         std::memcpy(to, from, static_cast<std::size_t>(copied));
+                       });
+  std::printf("\n%-7s %-8s %-10s packing, of the source  limit             share of limit\n", "source", "group",
+              "inputs");
+  for (const int64_t inputs : {int64_t{32}, kWholeRow}) {
+    for (const BlockFormat& format : block_formats()) {
+      const PackedShape shape = {kN, kK, format.group, format.scale_type, false, format.kind, inputs};
+      const int64_t row = kK / format.weights * format.bytes;
+      const double least = best(kN * row, [&](const uint8_t* from, uint8_t* to) {
+        pack_rows(active_kernel(), shape, *format.rows(from, row, shape.scale_type), 0, kN, to, serial);
+      });
+      print_rate(format.name, shape, kN * row, least, limit);
+    }
+    const std::vector<uint16_t> scales(static_cast<std::size_t>(kN * kK / 128), 0x3c00);
+    const std::vector<uint8_t> zeros(scales.size(), 7);
+    for (const WeightKind kind : {kInt4, kInt4ZeroPoints, kE2M1, kInt8, kInt6}) {
+      const PackedShape shape = {kN, kK, 128, ScaleType::kBFloat16, false, kind, inputs};
+      const int64_t bytes = kN * shape.row_bytes();
+      const double least = best(bytes, [&](const uint8_t* from, uint8_t* to) {
+        pack(active_kernel(), shape, 1, {from, scales.data(), nullptr, zeros.data()}, to, serial);
+      });
+      print_rate(kind == kInt4ZeroPoints ? "zeros" : values_name(kind.values), shape, bytes, least, limit);
+    }
+  }
+}
+
 int run(int argc, char** argv) {
   const int64_t rounds = option(argc, argv, "rounds", 9);
   const int64_t experts = option(argc, argv, "experts", 64);
@@ -90,6 +147,7 @@ int run(int argc, char** argv) {
       run_group(shape, experts, parallel, rounds);
     }
   }
+  run_sources(rounds);
   return 0;
 }
 

@@ -2,6 +2,7 @@
 // block of two steps.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <cstring>
@@ -15,35 +16,52 @@ namespace w4a8 {
 struct NibbleCodes {
   using Word = uint32_t;
   static constexpr int64_t kSteps = 1;  // of a word
+  static constexpr int64_t kLines = 1;  // of 16 packed words of 32 bits
   static constexpr uint8_t kMost = 15;
 
-  static Word repeat(uint8_t code) { return code * 0x11111111u; }
+  static uint32_t repeat(uint8_t code) { return code * 0x11111111u; }
   static Word load(const uint8_t* step, int64_t column) {
     Word word;
     std::memcpy(&word, step + 4 * column, sizeof(word));
-    return gather(word & 0x0f0f0f0fu) | (gather((word >> 4) & 0x0f0f0f0fu) << 16);
+    return gather(word & kLow) | (gather((word >> 4) & kLow) << 16);
   }
-  static void store(Word word, int64_t column, uint8_t* step) {
-    word = spread(word & 0xffffu) | (spread(word >> 16) << 4);
-    std::memcpy(step + 4 * column, &word, sizeof(word));
+  /// given: [count, 16] words of a checkpoint, 32 bits at a time. to: the packed steps.
+  static void pack(const uint32_t* given, int64_t count, uint32_t* to) {
+    for (int64_t i = 0; i < count * kPanelColumns; ++i)
+      to[i] = spread(given[i] & 0xffffu) | (spread(given[i] >> 16) << 4);
   }
-  /// The sum of the codes of kCount words, at most 4.
-  template <std::size_t kCount>
-  static int32_t sum(const Word (&words)[kCount]) {
-    static_assert(kCount <= 4);  // a byte has 4 * 2 * 15 at most
-    uint32_t bytes = 0;
-    for (const Word word : words) bytes += (word & 0x0f0f0f0fu) + ((word >> 4) & 0x0f0f0f0fu);
-    bytes = (bytes & 0x00ff00ffu) + ((bytes >> 8) & 0x00ff00ffu);
-    return static_cast<int32_t>((bytes + (bytes >> 16)) & 0xffffu);
+  /// The packed words of a column whose codes are all `code`: `line` counts the lines of the column.
+  static uint32_t packed_repeat(uint8_t code, int64_t) { return repeat(code); }
+  /// Adds to sums, [16], the integers that the codes of `count` packed words stand for, without their zero.
+  static void add(const uint32_t* packed, int64_t count, int32_t* sums) {
+    constexpr int64_t kAtOnce = 8;  // a byte has 8 * 2 * 15 at most
+    for (int64_t begin = 0; begin < count; begin += kAtOnce) {
+      uint32_t bytes[kPanelColumns] = {};
+      for (int64_t i = begin; i < std::min(count, begin + kAtOnce); ++i) {
+        for (int64_t c = 0; c < kPanelColumns; ++c) bytes[c] += in_bytes(packed[i * kPanelColumns + c]);
+      }
+      add_bytes(bytes, 1, sums);
+    }
+  }
+
+  static constexpr uint32_t kLow = 0x0f0f0f0fu;
+  static constexpr uint32_t in_bytes(uint32_t word) { return (word & kLow) + ((word >> 4) & kLow); }
+  /// sums += factor times the four bytes of each word.
+  static void add_bytes(const uint32_t (&bytes)[kPanelColumns], int32_t factor, int32_t* sums) {
+    constexpr uint32_t kEven = 0x00ff00ffu;
+    for (int64_t c = 0; c < kPanelColumns; ++c) {
+      const uint32_t pairs = (bytes[c] & kEven) + ((bytes[c] >> 8) & kEven);
+      sums[c] += factor * static_cast<int32_t>((pairs + (pairs >> 16)) & 0xffffu);
+    }
   }
 
  private:
   // Nibbles 0..3 to the even nibbles of the result, and back.
-  static Word spread(Word t) {
+  static uint32_t spread(uint32_t t) {
     t = (t | (t << 8)) & 0x00ff00ffu;
-    return (t | (t << 4)) & 0x0f0f0f0fu;
+    return (t | (t << 4)) & kLow;
   }
-  static Word gather(Word t) {
+  static uint32_t gather(uint32_t t) {
     t = (t | (t >> 4)) & 0x00ff00ffu;
     return (t | (t >> 8)) & 0x0000ffffu;
   }
@@ -52,21 +70,21 @@ struct NibbleCodes {
 /// Numbers of a table: packed as nibbles. A sum is of the integers in the table, not of the codes.
 template <const int8_t (&kWeights)[16]>
 struct TableCodes : NibbleCodes {
-  template <std::size_t kCount>
-  static int32_t sum(const Word (&words)[kCount]) {
+  static void add(const uint32_t* packed, int64_t count, int32_t* sums) {
     // The sum of the two numbers in a byte.
     static constexpr std::array<int16_t, 256> kSums = [] {
-      std::array<int16_t, 256> sums = {};
-      for (std::size_t i = 0; i < sums.size(); ++i) {
-        sums[i] = static_cast<int16_t>(kWeights[i & 15] + kWeights[i >> 4]);
+      std::array<int16_t, 256> both = {};
+      for (std::size_t i = 0; i < both.size(); ++i) {
+        both[i] = static_cast<int16_t>(kWeights[i & 15] + kWeights[i >> 4]);
       }
-      return sums;
+      return both;
     }();
-    int32_t total = 0;
-    for (const Word word : words) {
-      total += kSums[word & 0xff] + kSums[word >> 8 & 0xff] + kSums[word >> 16 & 0xff] + kSums[word >> 24];
+    for (int64_t c = 0; c < kPanelColumns; ++c) {
+      for (int64_t i = 0; i < count; ++i) {
+        const uint32_t word = packed[i * kPanelColumns + c];
+        sums[c] += kSums[word & 0xff] + kSums[word >> 8 & 0xff] + kSums[word >> 16 & 0xff] + kSums[word >> 24];
+      }
     }
-    return total;
   }
 };
 
@@ -74,27 +92,34 @@ struct TableCodes : NibbleCodes {
 struct ByteCodes {
   using Word = uint64_t;
   static constexpr int64_t kSteps = 1;
+  static constexpr int64_t kLines = 2;
   static constexpr uint8_t kMost = 255;
 
-  static Word repeat(uint8_t code) { return code * 0x0101010101010101u; }
+  static uint32_t repeat(uint8_t code) { return code * 0x01010101u; }
   static Word load(const uint8_t* step, int64_t column) {
     uint32_t halves[2];
     std::memcpy(&halves[0], step + 4 * column, 4);
     std::memcpy(&halves[1], step + kByteStepBytes / 2 + 4 * column, 4);
     return halves[0] | static_cast<Word>(halves[1]) << 32;
   }
-  static void store(Word word, int64_t column, uint8_t* step) {
-    const uint32_t halves[2] = {static_cast<uint32_t>(word), static_cast<uint32_t>(word >> 32)};
-    std::memcpy(step + 4 * column, &halves[0], 4);
-    std::memcpy(step + kByteStepBytes / 2 + 4 * column, &halves[1], 4);
+  static uint32_t packed_repeat(uint8_t code, int64_t) { return repeat(code); }
+  static void pack(const uint32_t* given, int64_t count, uint32_t* to) {
+    std::copy_n(given, count * kLines * kPanelColumns, to);
   }
-  template <std::size_t kCount>
-  static int32_t sum(const Word (&words)[kCount]) {
-    static_assert(kCount <= 4);  // the sum of all fits 16 bits of the product
-    constexpr Word kEvenBytes = 0x00ff00ff00ff00ffu;
-    Word pairs = 0;
-    for (const Word word : words) pairs += (word & kEvenBytes) + ((word >> 8) & kEvenBytes);
-    return static_cast<int32_t>(pairs * 0x0001000100010001u >> 48);
+  static void add(const uint32_t* packed, int64_t count, int32_t* sums) {
+    constexpr uint32_t kEven = 0x00ff00ffu;
+    constexpr int64_t kAtOnce = 64;  // half a word has 2 * 64 * 2 * 255 at most
+    for (int64_t begin = 0; begin < count; begin += kAtOnce) {
+      uint32_t pairs[kPanelColumns] = {};
+      for (int64_t i = kLines * begin; i < kLines * std::min(count, begin + kAtOnce); ++i) {
+        for (int64_t c = 0; c < kPanelColumns; ++c) {
+          const uint32_t word = packed[i * kPanelColumns + c];
+          pairs[c] += (word & kEven) + ((word >> 8) & kEven);
+        }
+      }
+      for (int64_t c = 0; c < kPanelColumns; ++c)
+        sums[c] += static_cast<int32_t>((pairs[c] & 0xffffu) + (pairs[c] >> 16));
+    }
   }
 };
 
@@ -104,9 +129,10 @@ struct SixCodes {
     uint64_t steps[kSixSteps];
   };
   static constexpr int64_t kSteps = kSixSteps;
+  static constexpr int64_t kLines = 3;
   static constexpr uint8_t kMost = 63;
 
-  static Word repeat(uint8_t code) { return {{ByteCodes::repeat(code), ByteCodes::repeat(code)}}; }
+  static uint32_t repeat(uint8_t code) { return ByteCodes::repeat(code); }
   static Word load(const uint8_t* block, int64_t column) {
     uint32_t high;
     std::memcpy(&high, block + kSixSteps * kStepBytes + 4 * column, sizeof(high));
@@ -120,30 +146,40 @@ struct SixCodes {
     }
     return word;
   }
-  static void store(Word word, int64_t column, uint8_t* block) {
-    uint32_t high = 0;
-    for (int64_t s = 0; s < kSixSteps; ++s) {
-      const auto first = static_cast<uint32_t>(word.steps[s]);
-      const auto second = static_cast<uint32_t>(word.steps[s] >> 32);
-      const uint32_t both = (first & kLow) | ((second & kLow) << 4);
-      std::memcpy(block + s * kStepBytes + 4 * column, &both, sizeof(both));
-      high |= ((first >> 4 & kTwo) | (second >> 4 & kTwo) << 2) << (4 * s);
+  static uint32_t packed_repeat(uint8_t code, int64_t line) {
+    return line % kLines == kSixSteps ? (code >> 4) * 0x55555555u : NibbleCodes::repeat(code & 15);
+  }
+  static void pack(const uint32_t* given, int64_t count, uint32_t* to) {
+    for (; count > 0; --count, given += 4 * kPanelColumns, to += kLines * kPanelColumns) {
+      for (int64_t c = 0; c < kPanelColumns; ++c) {
+        const auto word = [&](int64_t i) { return given[i * kPanelColumns + c]; };
+        to[c] = (word(0) & kLow) | ((word(1) & kLow) << 4);
+        to[kPanelColumns + c] = (word(2) & kLow) | ((word(3) & kLow) << 4);
+        to[2 * kPanelColumns + c] = (word(0) >> 4 & kTwo) | (word(1) >> 4 & kTwo) << 2 | (word(2) >> 4 & kTwo) << 4 |
+                                    (word(3) >> 4 & kTwo) << 6;
+      }
     }
-    std::memcpy(block + kSixSteps * kStepBytes + 4 * column, &high, sizeof(high));
   }
-  template <std::size_t kCount>
-  static int32_t sum(const Word (&words)[kCount]) {
-    int32_t total = 0;
-    for (const Word& word : words) total += ByteCodes::sum(word.steps);
-    return total;
-  }
-  /// Whether a code has more than six bits, an error in a checkpoint.
-  static bool exceed(const Word& word) {
-    return ((word.steps[0] | word.steps[1]) & ByteCodes::repeat(uint8_t{0xc0})) != 0;
+  static void add(const uint32_t* packed, int64_t count, int32_t* sums) {
+    constexpr int64_t kAtOnce = 4;  // a byte has 4 * 4 * 15 at most
+    for (int64_t begin = 0; begin < count; begin += kAtOnce) {
+      uint32_t low[kPanelColumns] = {};
+      uint32_t high[kPanelColumns] = {};
+      for (int64_t i = begin; i < std::min(count, begin + kAtOnce); ++i) {
+        const uint32_t* const block = packed + i * kLines * kPanelColumns;
+        for (int64_t c = 0; c < kPanelColumns; ++c) {
+          low[c] += NibbleCodes::in_bytes(block[c]) + NibbleCodes::in_bytes(block[kPanelColumns + c]);
+          const uint32_t twos = block[2 * kPanelColumns + c];
+          high[c] += NibbleCodes::in_bytes((twos & 0x33333333u) + (twos >> 2 & 0x33333333u));
+        }
+      }
+      NibbleCodes::add_bytes(low, 1, sums);
+      NibbleCodes::add_bytes(high, 16, sums);
+    }
   }
 
  private:
-  static constexpr uint32_t kLow = 0x0f0f0f0fu;
+  static constexpr uint32_t kLow = NibbleCodes::kLow;
   static constexpr uint32_t kTwo = 0x03030303u;
 };
 

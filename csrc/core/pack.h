@@ -2,9 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
 #include "core/layout.h"
 #include "core/parallel.h"
+#include "core/row_source.h"
 #include "kernels/kernel.h"
 
 namespace w4a8 {
@@ -29,6 +31,15 @@ struct RawWeights {
 /// sign or that is a NaN, a NaN of e8m0, and, for e2m1, a scale whose half is not exact.
 void pack(const Kernel& kernel, const PackedShape& shape, int64_t count, const RawWeights& raw, uint8_t* dst,
           Parallel& parallel);
+
+/// The rows of `raw` as a source, one stack under the other; both must outlive it.
+std::unique_ptr<RowSource> tensor_rows(const PackedShape& shape, const RawWeights& raw);
+
+/// Packs rows [first, first + count) of one matrix, at `dst`: row `first` is the first of the source. first is a
+/// multiple of 16, and count, unless these are the last rows. The header is written with row 0. shape must have passed
+/// check_shape; has_bias and two_level() tell whether the source has these. The bytes do not depend on the kernel.
+void pack_rows(const Kernel& kernel, const PackedShape& shape, const RowSource& source, int64_t first, int64_t count,
+               uint8_t* dst, Parallel& parallel);
 
 /// Where unpack writes one matrix. Parts that the matrix does not have are not written, and may be null.
 struct UnpackedWeights {

@@ -36,8 +36,8 @@ TORCH_LIBRARY_IMPL(w4a8, Autograd, m) {
   }
   // paged_attention_write itself refuses inputs that require gradients: a cache must not become part of a graph. Of the
   // others, decoder_create returns an int64 tensor, which has no gradient, and the rest return nothing.
-  for (const char* name :
-       {"paged_attention_write", "decoder_create", "decoder_add_layer", "decoder_add_experts", "decoder_destroy"}) {
+  for (const char* name : {"pack_blocks", "paged_attention_write", "decoder_create", "decoder_add_layer",
+                           "decoder_add_experts", "decoder_destroy"}) {
     m.impl(name, torch::CppFunction::makeFallthrough());
   }
 }

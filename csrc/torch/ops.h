@@ -18,6 +18,10 @@ Tensor pack_cpu(const Tensor& weights, const Tensor& scales_zeros, const Optiona
                 const OptionalTensor& super_scales, const OptionalTensor& super_minimums);
 decltype(pack_cpu) pack_meta;
 
+void pack_blocks_cpu(const Tensor& packed, const Tensor& blocks, const OptionalTensor& bias, Text type,
+                     int64_t first_row, int64_t in_features, int64_t out_features, Optional<ScalarType> scale_dtype,
+                     int64_t activation_group);
+
 std::tuple<Tensor, Tensor, Tensor> unpack_cpu(const Tensor& packed_weights, int64_t block_size, int64_t in_features,
                                               int64_t out_features);
 UnpackedAny unpack_any_cpu(const Tensor& packed_weights, int64_t block_size, int64_t in_features, int64_t out_features,

@@ -128,6 +128,37 @@ def dyn_quant_pack_4bit_weight(
     )
 
 
+def pack_blocks(
+    packed: torch.Tensor,
+    blocks: torch.Tensor,
+    bias: torch.Tensor | None,
+    type: str,
+    first_row: int,
+    in_features: int,
+    out_features: int,
+    *,
+    scale_dtype: torch.dtype | None = None,
+    activation_group: int = -1,
+) -> None:
+    """Packs rows of a GGUF file as they are: the bytes that dyn_quant_pack_4bit_weight makes of their codes and scales.
+
+    Args:
+        packed: uint8 [bytes], contiguous, of the whole packed matrix, changed in place: the panels of the rows, and with
+            row 0 the header.
+        blocks: uint8 [rows, in_features / weights of a block * bytes of a block], rows at any distance.
+        bias: floating point [rows], or None, for all rows of the matrix alike.
+        type: ggml's name of a type in w4a8.formats.gguf_blocks, other than NVFP4.
+        first_row: row of the matrix that the first one of blocks is, a multiple of 16.
+        in_features, out_features: K and N of the matrix. rows is a multiple of 16, or ends at N.
+        scale_dtype: for types with float16 scales, the type to pack them in: float16 (None) or bfloat16, which must
+            hold each scale and minimum exactly.
+        activation_group: as of dyn_quant_pack_4bit_weight.
+    """
+    how = {"scale_dtype": scale_dtype, "activation_group": activation_group}
+    op = torch.ops.w4a8.pack_blocks.default
+    op(packed, blocks, bias, type, first_row, in_features, out_features, **how)
+
+
 def dyn_quant_unpack_4bit_weight(
     packed_weights: torch.Tensor, block_size: int, in_features: int, out_features: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -543,6 +574,7 @@ def read_header(data: Any) -> PackedHeader:
 # The wrappers above that call the operator of their name, with the same arguments.
 OPERATORS = (
     "dyn_quant_pack_4bit_weight",
+    "pack_blocks",
     "dyn_quant_unpack_4bit_weight",
     "dyn_quant_unpack_any_4bit_weight",
     "form_problem",

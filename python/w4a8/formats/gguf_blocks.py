@@ -96,6 +96,11 @@ def _float16(block: torch.Tensor) -> torch.Tensor:
     return block.contiguous().view(torch.float16).squeeze(-1)
 
 
+def _minus_float16(block: torch.Tensor) -> torch.Tensor:
+    """Likewise, with the other sign. By the bits: torch changes a signaling NaN, or not, by its place in a tensor."""
+    return (_float16(block).view(torch.int16) ^ -0x8000).view(torch.float16)
+
+
 def _matrix(codes: torch.Tensor, scales: torch.Tensor, kind: Kind = Kind.INT6, **more: torch.Tensor) -> Matrix:
     """A matrix of codes, scales and other tensors, each [N, B, ...] flattened to [N, ...]."""
     tensors = {name: each.reshape(len(codes), -1) for name, each in {"scales": scales, **more}.items()}
@@ -109,7 +114,7 @@ def _q4_0(block: torch.Tensor, kind: Kind = Kind.INT4) -> Matrix:
 
 def _q4_1(block: torch.Tensor) -> Matrix:
     """d q + m: d, m, qs."""
-    codes, minimums = _halves_in_pairs(block[..., 4:]), -_float16(block[..., 2:4])
+    codes, minimums = _halves_in_pairs(block[..., 4:]), _minus_float16(block[..., 2:4])
     return _matrix(codes, _float16(block[..., :2]), Kind.INT4, minimums=minimums)
 
 
@@ -129,7 +134,7 @@ def _q5_0(block: torch.Tensor) -> Matrix:
 def _q5_1(block: torch.Tensor) -> Matrix:
     """d q + m: d, m, qh [4], qs."""
     codes = _halves(block[..., 8:]) | _fifth_bits(block[..., 4:8])
-    return _matrix(codes + 32, _float16(block[..., :2]), minimums=-_float16(block[..., 2:4]))
+    return _matrix(codes + 32, _float16(block[..., :2]), minimums=_minus_float16(block[..., 2:4]))
 
 
 def _q8_0(block: torch.Tensor) -> Matrix:

@@ -1,0 +1,144 @@
+"""pack_blocks: the bytes that the readers of gguf_blocks.py and the pack operator give together."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from w4a8.formats.gguf_blocks import TYPES
+
+BY_NAME = {each.name: each for each in TYPES.values() if each.name != "NVFP4"}
+
+
+def blocks_of(name, rows, columns, seed=0):
+    """Random blocks, uint8 [rows, bytes]: scales are any float16; e8m0 of MXFP4 any but the NaN."""
+    kind = BY_NAME[name]
+    random = torch.Generator().manual_seed(seed)
+    blocks = torch.randint(0, 256, (rows, columns // kind.weights * kind.bytes), dtype=torch.uint8, generator=random)
+    if name == "MXFP4":
+        blocks[:, :: kind.bytes] %= 255
+    return blocks
+
+
+def expected(name, blocks, bias=None, scale_dtype=torch.float16, activation_group=-1):
+    matrix = replace(BY_NAME[name].matrix(blocks), bias=bias)
+    return matrix.pack(torch.uint8 if name == "MXFP4" else scale_dtype, activation_group=activation_group)
+
+
+def pack(to, blocks, name, columns, rows=None, first=0, bias=None, **more):
+    torch.ops.w4a8.pack_blocks(to, blocks, bias, name, first, columns, len(blocks) if rows is None else rows, **more)
+    return to
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_same_bytes(name):
+    cases = [(1, 2, -1, False), (16, 4, 32, True), (33, 2, -1, True), (70, 3, 32, False), (48, 9, -1, False)]
+    if BY_NAME[name].weights == 256 or name in ("Q4_0", "Q8_0", "IQ4_NL"):  # one group has no minimums and no e8m0
+        cases += [(17, 1, -1, True), (15, 1, 32, False)]
+    for rows, times, group, has_bias in cases:
+        columns = BY_NAME[name].weights * times
+        blocks, bias = blocks_of(name, rows, columns, rows), torch.randn(rows) if has_bias else None
+        want = expected(name, blocks, bias, activation_group=group)
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            got = pack(torch.full_like(want, 77), blocks, name, columns, bias=bias, activation_group=group)
+            assert torch.equal(got, want), (rows, columns, group, threads)
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_parts(name):
+    """Rows at any distance, in several calls, in any order; bias of other types."""
+    columns, rows = 2 * BY_NAME[name].weights, 41
+    wide = blocks_of(name, rows, 3 * columns)
+    blocks = wide[:, wide.shape[1] // 3 : 2 * wide.shape[1] // 3]
+    bias = torch.randn(rows).bfloat16()
+    want = expected(name, blocks, bias)
+    got = torch.full_like(want, 77)
+    for first, last in ((32, 41), (0, 16), (16, 32)):
+        pack(got, blocks[first:last], name, columns, rows, first, bias[first:last])
+    assert torch.equal(got, want)
+    with_steps = blocks.repeat_interleave(2, 1)[:, ::2]
+    assert not with_steps.is_contiguous()
+    assert torch.equal(pack(torch.empty_like(want), with_steps, name, columns, bias=bias), want)
+
+
+@pytest.mark.parametrize("name", ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL"))
+def test_bfloat16(name):
+    """Scales that bfloat16 holds, denormal ones and infinities among them; others are refused by name."""
+    kind = BY_NAME[name]
+    blocks = blocks_of(name, 20, 96).view(20, 3, kind.bytes)
+    halves = torch.tensor([1.5, -0.0078125, 2.0**-24, 96 * 2.0**-24, float("inf"), -240.0]).half()
+    for at in (0, 2) if name in ("Q4_1", "Q5_1") else (0,):
+        blocks[..., at : at + 2] = halves[torch.randint(0, 6, (20, 3))].view(torch.uint8).view(20, 3, 2)
+    want = expected(name, blocks.flatten(1), scale_dtype=torch.bfloat16)
+    got = pack(torch.empty_like(want), blocks.flatten(1), name, 96, scale_dtype=torch.bfloat16)
+    assert torch.equal(got, want)
+    blocks[18, 1, :2] = torch.tensor([1.001]).half().view(torch.uint8)
+    with pytest.raises(
+        RuntimeError, match="pack_blocks: blocks: the scale or minimum of block 1 of row 18 is no bfloat"
+    ):
+        pack(got, blocks.flatten(1), name, 96, scale_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"type": "Q4_2"}, "type is 'Q4_2', expected one of Q4_0, "),
+        ({"in_features": 128}, r"blocks has shape \[48, 36\], expected \[rows, in_features / 32 \* 18\]"),
+        ({"in_features": 40}, "group .block_size. is 32"),
+        ({"out_features": 0}, "n .out_features. is 0"),
+        ({"out_features": 49}, r"packed has shape"),
+        ({"out_features": 47}, "blocks have 48 rows, expected 1..47"),
+        ({"first_row": 16}, "blocks have 48 rows, expected 1..32"),
+        ({"first_row": -16}, "first_row is -16"),
+        ({"first_row": 8}, "first_row is 8, expected a multiple of 16"),
+        ({"first_row": 48}, "first_row is 48"),
+        ({"first_row": 1 << 62}, "first_row is"),
+        (
+            {"blocks": torch.zeros(24, 36, dtype=torch.uint8)},
+            "blocks have 24 rows, expected 1..48, and a multiple of 16",
+        ),
+        ({"blocks": torch.zeros(0, 36, dtype=torch.uint8)}, "blocks have 0 rows"),
+        ({"blocks": torch.zeros(48, 36)}, "blocks has dtype Float, expected uint8"),
+        ({"blocks": torch.zeros(48 * 36, dtype=torch.uint8)}, "blocks has shape"),
+        ({"packed": torch.zeros(100, dtype=torch.uint8)}, r"packed has shape \[100\]"),
+        ({"packed": torch.zeros(1, 100, dtype=torch.uint8)}, "packed has shape"),
+        ({"packed": torch.zeros(100)}, "packed has dtype Float, expected uint8"),
+        ({"bias": torch.zeros(47)}, r"bias has shape \[47\], expected \[48\]"),
+        ({"bias": torch.zeros(48, dtype=torch.int32)}, "bias has dtype Int"),
+        ({"scale_dtype": torch.float32}, "scale_dtype is Float, expected bfloat16, float16 or none for type 'Q4_0'"),
+        ({"activation_group": 64}, "activation group is 64"),
+    ],
+)
+def test_refuses(change, message):
+    packed = expected("Q4_0", torch.zeros(48, 36, dtype=torch.uint8))
+    good = {"packed": packed, "blocks": torch.zeros(48, 36, dtype=torch.uint8), "bias": None, "type": "Q4_0"}
+    good |= {"first_row": 0, "in_features": 64, "out_features": 48}
+    torch.ops.w4a8.pack_blocks(**good)
+    change = dict(change)
+    if "bias" in change and change["bias"].shape != (48,):
+        good["packed"] = expected("Q4_0", good["blocks"], torch.zeros(48))
+    with pytest.raises(RuntimeError, match="w4a8::pack_blocks: .*" + message):
+        torch.ops.w4a8.pack_blocks(**{**good, **change})
+
+
+def test_refuses_values_and_places():
+    columns = 64
+    blocks = blocks_of("MXFP4", 32, columns)
+    want = expected("MXFP4", blocks)
+    blocks[20, 17] = 255
+    with pytest.raises(RuntimeError, match="block 1 of row 20 is 255, the NaN of float8_e8m0fnu"):
+        pack(torch.empty_like(want), blocks, "MXFP4", columns)
+    with pytest.raises(RuntimeError, match="scale type is e8m0"):  # one group is channelwise
+        pack(torch.empty_like(want), blocks_of("MXFP4", 32, 32), "MXFP4", 32)
+    with pytest.raises(RuntimeError, match=r"minimums in groups of 32 \(channelwise\)"):
+        pack(torch.empty_like(want), blocks_of("Q4_1", 32, 32), "Q4_1", 32)
+    with pytest.raises(RuntimeError, match="scale_dtype is Half, expected none for type 'Q4_K'"):
+        pack(torch.empty_like(want), blocks_of("Q4_K", 32, 256), "Q4_K", 256, scale_dtype=torch.float16)
+    spread = torch.zeros(2 * want.numel(), dtype=torch.uint8)[::2]
+    with pytest.raises(RuntimeError, match="and stride 2, expected"):
+        pack(spread, blocks_of("MXFP4", 32, columns), "MXFP4", columns)
+    shared = torch.zeros(4096, dtype=torch.uint8)
+    packed = shared[: want.numel()]
+    with pytest.raises(RuntimeError, match="blocks lies in the memory of packed"):
+        pack(packed, shared[64 : 64 + 32 * 34].view(32, 34), "MXFP4", columns)
