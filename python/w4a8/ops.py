@@ -143,8 +143,8 @@ def pack_blocks(
     """Packs rows of a GGUF file as they are: the bytes that dyn_quant_pack_4bit_weight makes of their codes and scales.
 
     Args:
-        packed: uint8 [bytes], contiguous, of the whole packed matrix, changed in place: the panels of the rows, and with
-            row 0 the header.
+        packed: uint8 [bytes], contiguous, of the whole packed matrix, changed in place: the rows, and with row 0 the
+            header.
         blocks: uint8 [rows, in_features / weights of a block * bytes of a block], rows at any distance.
         bias: floating point [rows], or None, for all rows of the matrix alike.
         type: ggml's name of a type in w4a8.formats.gguf_blocks, other than NVFP4.

@@ -5,6 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from w4a8.core.blocks import Blocks
+from w4a8.core.matrix import PackedAs
+from w4a8.core.stack import MatrixStack
 from w4a8.formats.gguf_blocks import TYPES
 
 BY_NAME = {each.name: each for each in TYPES.values() if each.name != "NVFP4"}
@@ -142,3 +145,113 @@ def test_refuses_values_and_places():
     packed = shared[: want.numel()]
     with pytest.raises(RuntimeError, match="blocks lies in the memory of packed"):
         pack(packed, shared[64 : 64 + 32 * 34].view(32, 34), "MXFP4", columns)
+
+
+def stack_of(parts, rows, columns, group, blocks, bias=False, experts=1, **more):
+    """A stack of matrices: (expert, row, Blocks) as they come, or decoded first."""
+    stack = MatrixStack(experts, rows, columns, group, torch.float32 if bias else None, **more)
+    for expert, row, each in parts:
+        stack.put(expert, row, each if blocks else each.matrix())
+    return stack.pack(), stack.packed_as
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    """How many matrices were decoded."""
+    count, own = [], Blocks.matrix
+    monkeypatch.setattr(Blocks, "matrix", lambda self: count.append(1) or own(self))
+    return count
+
+
+def whole(name, rows, columns, seed=0, bias=False):
+    found = Blocks(blocks_of(name, rows, columns, seed), BY_NAME[name])
+    for at in range(1, 2 * found.type.halves, 2):  # no NaN: where rows are decoded and wait, such scales become float32
+        found.data[:, at :: found.type.bytes] &= 0xBF
+    return replace(found, bias=torch.randn(rows)) if bias else found
+
+
+def same_stack(parts, *sizes, decoded, times, **more):
+    want = stack_of(parts, *sizes, False, **more)
+    decoded.clear()
+    got = stack_of(parts, *sizes, True, **more)
+    assert len(decoded) == times
+    assert torch.equal(got[0], want[0])
+    assert got[1] == want[1]
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_stacks(name, decoded):
+    """Parts in any order, biases, experts in any order, each as if decoded first, and never decoded."""
+    columns, group = 512, BY_NAME[name].group
+    first, last = (whole(name, rows, columns, rows, bias=True) for rows in (32, 23))
+    for activation_group in (32, -1):
+        parts = [(2, 0, first), (0, 32, last), (1, 32, last), (0, 0, first), (2, 32, last), (1, 0, first)]
+        how = {"bias": True, "experts": 3, "activation_group": activation_group}
+        same_stack(parts, 55, columns, group, decoded=decoded, times=0, **how)
+
+
+@pytest.mark.parametrize("name", ("Q4_0", "Q4_1", "MXFP4", "Q4_K"))
+def test_cuts(name, decoded):
+    """Rows in another order, and columns of a rank."""
+    part = whole(name, 48, 1024).with_rows(torch.randperm(48)).with_columns(256, 768)
+    same_stack([(0, 0, part)], 48, 512, 32, decoded=decoded, times=0)
+    wrong = whole(name, 16, 512).with_rows(slice(4, 16)), whole(name, 36, 512)  # no whole panels
+    same_stack([(0, 0, wrong[0]), (0, 12, wrong[1])], 48, 512, 32, decoded=decoded, times=2)
+    part = whole(name, 48, 512)
+    stack = MatrixStack(1, 48, 512, 32)
+    stack.put(0, 0, part.with_rows(slice(0, 32)))
+    stack.put(0, 32, part.matrix().with_rows(slice(32, 48)))  # the rest comes decoded
+    assert torch.equal(stack.pack()[0], stack_of([(0, 0, part)], 48, 512, 32, False)[0][0])
+    with pytest.raises(ValueError, match=r"has \(columns, groups\) \(256, 8\), but \(512, 16\)"):
+        MatrixStack(1, 48, 512, 32).put(0, 0, whole(name, 48, 256))
+
+
+@pytest.mark.parametrize("name", ("Q4_0", "Q5_1", "Q8_0"))
+def test_scales_decide(name, decoded):
+    """bfloat16 until a scale needs float16; what has been packed is packed again."""
+    kind = BY_NAME[name]
+
+    def scaled(*values):
+        found = whole(name, 32, 128, len(values))
+        blocks = found.data.unflatten(1, (-1, kind.bytes))
+        halves = torch.tensor(values).half()[torch.randint(0, len(values), (*blocks.shape[:2], 2))]
+        blocks[..., : 2 * kind.halves] = halves.view(torch.uint8)[..., : 2 * kind.halves]
+        return found
+
+    fits, needs = scaled(0.5, 1.25, -3), scaled(0.5, 1.001, 0.25, 2)
+    for order in ((fits, fits, fits), (fits, needs, fits), (needs, fits, fits), (fits, fits, needs)):
+        parts = [(expert, 0, each) for expert, each in enumerate(order)]
+        same_stack(parts, 32, 128, 32, decoded=decoded, times=0, experts=3)
+    halves = [(0, 16, fits.with_rows(slice(0, 16))), (0, 0, needs.with_rows(slice(16, 32)))]
+    same_stack(halves, 32, 128, 32, decoded=decoded, times=0)
+    for dtype, times in ((torch.float16, 0), (torch.bfloat16, 0), (torch.float32, 1)):
+        form = PackedAs(fits.form.kind, dtype, minimums=kind.halves == 2)
+        same_stack([(0, 0, fits)], 32, 128, 32, decoded=decoded, times=times, packed_as=form)
+    form = PackedAs(fits.form.kind, torch.bfloat16, minimums=kind.halves == 2)
+    with pytest.raises(ValueError, match="the scales of expert 0 are no bfloat16 values, but the stack keeps such"):
+        stack_of([(0, 0, needs)], 32, 128, 32, True, packed_as=form)
+
+
+def test_a_nan_of_mxfp4_is_decoded(decoded):
+    good, bad = whole("MXFP4", 32, 128), whole("MXFP4", 32, 128, 1)
+    bad.data[5, 17] = 255
+    for order, times in (((good, bad), 1), ((bad, good), 2)):
+        parts = [(expert, 0, each) for expert, each in enumerate(order)]
+        same_stack(parts, 32, 128, 32, decoded=decoded, times=times, experts=2)
+
+
+def test_mxfp4_of_one_group_is_decoded(decoded):
+    same_stack([(0, 0, whole("MXFP4", 16, 32))], 16, 32, 32, decoded=decoded, times=1)
+
+
+def test_an_unfinished_matrix():
+    stack = MatrixStack(2, 48, 512, 32)
+    assert stack.is_empty
+    stack.put(0, 16, whole("Q4_K", 32, 512))
+    assert not stack.is_empty
+    with pytest.raises(ValueError, match="the matrix of expert 0 is incomplete"):
+        stack.pack()
+    with pytest.raises(ValueError, match="codes have shape"):
+        stack.put(0, 32, whole("Q4_K", 32, 512))
+    with pytest.raises(ValueError, match="the matrix has no minimums, unlike those before"):
+        stack.put(0, 0, whole("Q6_K", 16, 512))

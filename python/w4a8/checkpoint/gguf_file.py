@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from w4a8.core.blocks import Blocks
 from w4a8.core.json_fields import CheckpointError, check_regular, shorten
 from w4a8.core.matrix import Matrix
 from w4a8.formats.gguf_blocks import TYPES
@@ -321,6 +322,13 @@ class GGUFFile:
             raise CheckpointError(f"tensor {scale!r} has {len(scales)} elements, but 1 or {matrices} are expected")
         which = (begin + torch.arange(matrix.rows)) // tensor.shape[-2] if len(scales) > 1 else 0
         return replace(matrix, channel_scales=matrix.channel_scales * scales[which])
+
+    def blocks(self, name: str, begin: int = 0, end: int | None = None) -> Blocks | Matrix:
+        """As :meth:`matrix`, not decoded if the operators pack the type as it is."""
+        kind = TYPES.get(self._tensor(name).type)
+        if kind is None or not kind.is_packed:
+            return self.matrix(name, begin, end)
+        return Blocks(self.bytes(name, begin, end), kind)
 
     def floats(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
         """Rows of a tensor [rows, last], counted as in :meth:`bytes`: floats in their type, blocks as float32."""

@@ -215,7 +215,7 @@ class GGUFLinears:
 
     def _rows_of_an_expert(self, name: str, begin: int, end: int) -> Iterator[tuple[int, Matrix]]:
         """As :attr:`Weight.read`, of a stack."""
-        matrix, bias = self.file.matrix(name, begin, end), f"{name.removesuffix('.weight')}.bias"
+        matrix, bias = self.file.blocks(name, begin, end), f"{name.removesuffix('.weight')}.bias"
         if bias in self.file:
             expert, first = divmod(begin, self.file.tensors[name].shape[1])
             matrix = replace(matrix, bias=self.file.floats(bias, expert, expert + 1)[0].float()[first:][: end - begin])
@@ -248,7 +248,7 @@ class GGUFLinears:
             rows = torch.arange(first, min(first + step, end))
             rows = rows if order is None else order[rows]
             low, high = int(rows.min()), int(rows.max()) + 1
-            matrix = self.file.matrix(name, low, high)
+            matrix = self.file.blocks(name, low, high)
             matrix = matrix if order is None else matrix.with_rows(rows - low)
             yield first, matrix if runs is None else matrix.with_runs(runs)
 

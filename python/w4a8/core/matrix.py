@@ -450,7 +450,7 @@ def joined(matrices: Sequence[Matrix]) -> Matrix:
 
     Matrices of several kinds, groups or types are converted to INT6 or INT8 (:meth:`Matrix.as_integers`).
     """
-    matrices = [replace(each, bias=None) for each in matrices]
+    matrices = [replace(each if isinstance(each, Matrix) else each.matrix(), bias=None) for each in matrices]
     forms = {(each.kind, each.group, *((k, v.dtype) for k, v in each.tensors().items())) for each in matrices}
     if len(forms) > 1:
         group, narrow = math.gcd(*(each.group for each in matrices)), (Kind.INT4, Kind.INT6)

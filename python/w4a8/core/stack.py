@@ -8,9 +8,11 @@ from dataclasses import replace
 import torch
 
 from w4a8.core.activation_groups import PER_TOKEN
+from w4a8.core.blocks import Blocks
 from w4a8.core.float8 import multiplied_scales
 from w4a8.core.matrix import Matrix, PackedAs, pack_as, unpack_codes
 from w4a8.core.memory import fresh_bytes
+from w4a8.core.panels import PANEL_ROWS
 from w4a8.core.scale_types import has_two_levels, holds_scales, kept_scale_dtypes, scale_type_name
 
 
@@ -65,9 +67,11 @@ class _Waiting:
 class MatrixStack:
     """Packed matrices [N, K] of E experts, uint8 [E, bytes], put in by rows, in any order.
 
-    A matrix is packed when its last rows are put in. Until then its codes and float32 scales are copied and kept. All
-    matrices of the stack have the same size, so their scales have one type: the first of :func:`kept_scale_dtypes` that
-    holds the scales of all. The stack packs its matrices again when new scales need another type, or when the first
+    A matrix is packed when its last rows are put in. Until then its codes and float32 scales are copied and kept.
+    :class:`Blocks` are kept and packed as they are, unless other rows of the matrix are no blocks, parts do not begin
+    at multiples of 16 rows, or the operator does not have the form of the stack: then they are decoded. All matrices of
+    the stack have the same size, so their scales have one type: the first of :func:`kept_scale_dtypes` that holds the
+    scales of all. The stack packs its matrices again when new scales need another type, or when the first
     zero point other than the kind's middle is put in. Earlier matrices then get the middle as zero points.
     """
 
@@ -111,8 +115,9 @@ class MatrixStack:
         self._held: dict[int, torch.Tensor] = {}
         self._waiting: dict[int, _Waiting] = {}
         self._spare: _Waiting | None = None
+        self._blocks: dict[int, dict[int, Blocks]] = {}  # by expert and first row, of experts with nothing else
 
-    def put(self, expert: int, row: int, matrix: Matrix, has_bias: bool = True) -> None:
+    def put(self, expert: int, row: int, matrix: Matrix | Blocks, has_bias: bool = True) -> None:
         """Copies ``matrix`` to the rows of an expert from ``row`` on.
 
         The matrix needs a bias if and only if the stack has biases; ``has_bias`` False puts zeros in its place, because
@@ -123,10 +128,11 @@ class MatrixStack:
             ValueError: a matrix of another shape or kind than the stack, or a complete expert that cannot be packed as
                 ``packed_as`` says.
         """
-        self._agree_on(matrix)
-        found, expected = (matrix.columns, matrix.scales.shape[1]), (self.columns, self._scale_columns)
-        if found != expected:
-            raise ValueError(f"the matrix has (columns, groups) {found}, but {expected} are expected")
+        if isinstance(matrix, Blocks):
+            self._put_blocks(expert, row, matrix, has_bias)
+            return
+        self._agree_on(matrix, matrix.columns, matrix.scales.shape[1])
+        self._decode(expert)
         if matrix.zero_points is not None and not self._zero_points:
             self._zero_points = True
             for waiting in (*self._waiting.values(), self._spare):
@@ -151,8 +157,59 @@ class MatrixStack:
                 waiting.clear()
                 self._spare = waiting
 
-    def _agree_on(self, matrix: Matrix) -> None:
-        """Records the kind and tensors of the first matrix, and refuses a matrix with others."""
+    def _put_blocks(self, expert: int, row: int, blocks: Blocks, has_bias: bool) -> None:
+        """As :meth:`put`."""
+        end = row + blocks.rows
+        starts_panels = row % PANEL_ROWS == 0 and (end % PANEL_ROWS == 0 or end == self.rows) and end <= self.rows
+        if expert in self._waiting or not starts_panels:
+            self.put(expert, row, blocks.matrix(), has_bias)
+            return
+        self._agree_on(blocks.form, blocks.columns, blocks.columns // blocks.type.group)
+        bias = None
+        if self.bias_dtype is not None:
+            bias = (blocks.bias if has_bias else torch.zeros(blocks.rows)).to(self.bias_dtype)
+        parts = self._blocks.setdefault(expert, {})
+        parts[row] = replace(blocks, bias=bias)
+        if sum(part.rows for part in parts.values()) < self.rows:
+            return
+        if self._pack_blocks(expert, parts):
+            del self._blocks[expert]
+        else:
+            self._decode(expert)
+
+    def _decode(self, expert: int) -> None:
+        """Puts the blocks of an expert in again, decoded."""
+        for row, part in self._blocks.pop(expert, {}).items():
+            self.put(expert, row, part.matrix())
+
+    def _pack_blocks(self, expert: int, parts: dict[int, Blocks]) -> bool:
+        """Packs a matrix from parts that have as many rows as it; False: they must be decoded."""
+        needed, rows = self.packed_as, 0
+        for row in sorted(parts):
+            if row != rows:
+                return False
+            rows += parts[row].rows
+        if needed.zero_points:
+            return False
+        if not needed.super_scales:
+            dtypes = [part.scale_dtypes() for part in parts.values()]
+            kept = tuple(dtype for dtype in self._scale_dtypes or dtypes[0] if all(dtype in each for each in dtypes))
+            dtype = needed.scale_dtype if self._is_fixed else next(iter(kept), torch.float32)
+            if dtype not in kept or not all(part.packs_in(dtype) for part in parts.values()):
+                return False
+            self._scale_dtypes, needed = kept, replace(needed, scale_dtype=dtype)
+        if needed != self.packed_as:
+            self._repack(needed, {})
+        how = self.group_size, self.bias_dtype is not None, needed
+        count = packed_bytes(self.rows, self.columns, *how) if self._packed is None else self._packed.shape[1]
+        packed = self._place(expert, count)
+        for row, part in parts.items():
+            part.pack(packed, row, self.rows, needed.scale_dtype, needed.activation_group)
+        self._placed(expert)
+        return True
+
+    def _agree_on(self, matrix: Matrix, columns: int, groups: int) -> None:
+        """Records the kind and tensors of the first matrix, and refuses a matrix with others, or of other sizes."""
         kind, two_levels = matrix.kind, matrix.channel_scales is not None
         if self._kind is None:
             self._kind = kind
@@ -175,6 +232,9 @@ class MatrixStack:
         if two_levels != self._two_levels or kept != self.packed_as.channel_scales:
             found, expected = ("two levels", "one") if two_levels else ("one level", "two")
             raise ValueError(f"scales have {found}, but {expected} is expected: a stack is of one kind")
+        found, expected = (columns, groups), (self.columns, self._scale_columns)
+        if found != expected:
+            raise ValueError(f"the matrix has (columns, groups) {found}, but {expected} are expected")
 
     def _new_waiting(self, like: Matrix) -> _Waiting:
         waiting = _Waiting(self.rows, like, self.bias_dtype is not None)
@@ -219,13 +279,22 @@ class MatrixStack:
 
     def _store(self, expert: int, tensors: dict[str, torch.Tensor]) -> None:
         packed = pack_as(tensors, self.group_size, self.packed_as)
+        self._place(expert, packed.numel(), packed).copy_(packed)
+        self._placed(expert)
+
+    def _place(self, expert: int, count: int, like: torch.Tensor | None = None) -> torch.Tensor:
+        """Where the ``count`` bytes of an expert's matrix are to be written; then :meth:`_placed` follows."""
         if self._packed is None:
-            self._packed = fresh_bytes(self.experts, packed.numel(), packed=True, like=packed)
+            self._packed = fresh_bytes(self.experts, count, packed=True, like=like)
+        if expert <= self._written:
+            return self._packed[expert]
+        self._held[expert] = fresh_bytes(count, like=like)
+        return self._held[expert]
+
+    def _placed(self, expert: int) -> None:
         self._done.add(expert)
         if expert > self._written:
-            self._held[expert] = fresh_bytes(packed.numel(), like=packed).copy_(packed)
             return
-        self._packed[expert] = packed
         self._written = max(self._written, expert + 1)
         while self._written in self._held:
             self._packed[self._written] = self._held.pop(self._written)
@@ -244,7 +313,7 @@ class MatrixStack:
     @property
     def is_empty(self) -> bool:
         """Whether no matrix was put in since :meth:`pack`."""
-        return not self._done and not self._waiting
+        return not self._done and not self._waiting and not self._blocks
 
     def pack(self) -> torch.Tensor:
         """uint8 [E, bytes]. All matrices must be complete. The stack is empty afterwards.

@@ -7,41 +7,14 @@ low bits of codes, qh the high bits. In "halves", byte j of n/2 has code j in th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 
+from w4a8.core.blocks import BlockType
 from w4a8.core.float8 import powers_of_two
 from w4a8.core.kind import Kind
 from w4a8.core.matrix import SUPER, Matrix
-
-
-@dataclass(frozen=True)
-class BlockType:
-    """A type of tensors.
-
-    Attributes:
-        name: ggml's name.
-        id: number in the file.
-        weights: weights of a block.
-        bytes: bytes of a block.
-        group: weights that share a scale.
-        read: blocks, uint8 [N, K / weights, bytes], to the matrix [N, K].
-    """
-
-    name: str
-    id: int
-    weights: int
-    bytes: int
-    group: int
-    read: Callable[[torch.Tensor], Matrix]
-
-    def matrix(self, rows: torch.Tensor) -> Matrix:
-        """Rows, uint8 [N, K / weights * bytes], as a matrix [N, K]."""
-        return self.read(rows.view(rows.shape[0], -1, self.bytes))
-
 
 # Bits are moved in int64, eight bytes at once: PyTorch shifts single bytes as slowly as whole words.
 
@@ -218,19 +191,19 @@ def _nvfp4(block: torch.Tensor) -> Matrix:
 TYPES = {
     each.id: each
     for each in (
-        BlockType("Q4_0", 2, 32, 18, 32, _q4_0),
-        BlockType("Q4_1", 3, 32, 20, 32, _q4_1),
-        BlockType("Q5_0", 6, 32, 22, 32, _q5_0),
-        BlockType("Q5_1", 7, 32, 24, 32, _q5_1),
-        BlockType("Q8_0", 8, 32, 34, 32, _q8_0),
+        BlockType("Q4_0", 2, 32, 18, 32, _q4_0, 1),
+        BlockType("Q4_1", 3, 32, 20, 32, _q4_1, 2),
+        BlockType("Q5_0", 6, 32, 22, 32, _q5_0, 1),
+        BlockType("Q5_1", 7, 32, 24, 32, _q5_1, 2),
+        BlockType("Q8_0", 8, 32, 34, 32, _q8_0, 1),
         BlockType("Q2_K", 10, SUPER, 84, 16, _q2_k),
         BlockType("Q3_K", 11, SUPER, 110, 16, _q3_k),
         BlockType("Q4_K", 12, SUPER, 144, 32, _q4_k),
         BlockType("Q5_K", 13, SUPER, 176, 32, _q5_k),
         BlockType("Q6_K", 14, SUPER, 210, 16, _q6_k),
-        BlockType("IQ4_NL", 20, 32, 18, 32, partial(_q4_0, kind=Kind.IQ4)),
+        BlockType("IQ4_NL", 20, 32, 18, 32, partial(_q4_0, kind=Kind.IQ4), 1),
         BlockType("IQ4_XS", 23, SUPER, 136, 32, _iq4_xs),
         BlockType("MXFP4", 39, 32, 17, 32, _mxfp4),
-        BlockType("NVFP4", 40, 64, 36, 16, _nvfp4),
+        BlockType("NVFP4", 40, 64, 36, 16, _nvfp4, is_packed=False),
     )
 }

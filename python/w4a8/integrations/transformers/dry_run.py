@@ -136,6 +136,8 @@ class _Heads(GGUFFile):
             made[key] = replace(row, **parts)
         return made[key]
 
+    blocks = matrix
+
 
 class _Linears(GGUFLinears):
     """The linear layers of such a file."""
