@@ -169,7 +169,7 @@ CONFIGS = [
     (["GPTQ 2"], "checkpoint_format", "gptq", "{first}.qzeros: zero points in [9, 9], but the configuration says symmetric"),
     *((WORDS, "group_size", size, "{first}. ... groups of") for size in (64, -1)),
     (WORDS, "group_size", 96, "=kernel does not support hidden size 64: group (block_size) is 96, expected k = 64 (channelwise), or 16 or a multiple of 32 that divides it", "experts"),
-    (WORDS, "group_size", 96, "={first}.qweight: group (block_size) is 96, expected k = 64 (channelwise), or 16 or a multiple of 32 that divides it", "linear"),
+    (WORDS, "group_size", 96, "={first}.qweight: 64 input features are not groups of 96", "linear"),
     (COMPRESSED, f"{G}.weights.group_size", 64, "{first}.weight_scale: shape ( ... features in groups of 64 make ("),
     (WORDS, "/moe_intermediate_size", 96, "", "model"),
     # A stack is of one kind.

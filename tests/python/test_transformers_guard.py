@@ -176,5 +176,5 @@ def test_groups_that_do_not_divide_the_width_of_experts(tmp_path):
 
     write(tmp_path, "qwen3", FORMATS["GPTQ"], dynamic={"+:.*experts.*": {"group_size": 64}})
     change_file(tmp_path / "theirs", in_groups_of_64)
-    with pytest.raises(ValueError, match=r"experts\.0\.down_proj\.qweight: group .block_size. is 64, expected k = "):
+    with pytest.raises(ValueError, match=r"experts\.0\.down_proj\.qweight: \d+ input features are not groups of 64"):
         load(tmp_path / "theirs", quantization_config=W4A8Config())

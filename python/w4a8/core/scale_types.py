@@ -24,7 +24,7 @@ def has_two_levels(group_size: int, columns: int) -> bool:
 def has_exponents(kind: Kind, group_size: int, columns: int) -> bool:
     """Whether the operators have e8m0 scales for this kind, in groups of ``group_size`` in K = ``columns``."""
     group = columns if group_size == -1 else group_size
-    return not form_problem(group, columns, 1, values=kind.value, scale_dtype="e8m0")
+    return not form_problem(group, columns, 1, values=str(kind), scale_dtype="e8m0")
 
 
 def scale_type_name(dtype: torch.dtype) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from w4a8.core.matrix import PackedAs
 from w4a8.formats.format import Part
 
 Tensors = Mapping[str, torch.Tensor]
@@ -46,12 +45,15 @@ def groups_of(features: int, group_size: int, name: str, suffix: str) -> int:
     """Number of groups of K = ``features`` input features; a ``group_size`` of -1 is one group.
 
     Raises:
-        ValueError: the operators have no such groups; names the tensor.
+        ValueError: K is no multiple of the group size, or odd (two codes share a byte).
     """
-    problem = PackedAs().problem(1, features, group_size)
-    if problem:
-        raise ValueError(f"{name}.{suffix}: {problem}")
-    return 1 if group_size == -1 else features // group_size
+    if features < 1 or features % 2 != 0:
+        raise ValueError(f"{name}.{suffix}: {features} input features, but an even number is expected")
+    if group_size == -1:
+        return 1
+    if group_size < 1 or features % group_size != 0:
+        raise ValueError(f"{name}.{suffix}: {features} input features are not groups of {group_size}")
+    return features // group_size
 
 
 FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
