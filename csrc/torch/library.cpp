@@ -7,39 +7,30 @@
 #include "torch/ops.h"
 #include "torch/w4a8.h"
 
-TORCH_LIBRARY(w4a8, m){
-#include "torch/schemas.inc"
-}
+namespace w4a8 {
+namespace {
 
-TORCH_LIBRARY_IMPL(w4a8, CPU, m) {
-#define W4A8_CPU_OP(name, op, function) m.impl(name, w4a8::NamedOp<op, w4a8::function>::call);
-#include "torch/ops.inc"
-}
-
-TORCH_LIBRARY_IMPL(w4a8, CompositeExplicitAutograd, m) {
-#define W4A8_PLAIN_OP(name, op, function) m.impl(name, w4a8::NamedOp<op, w4a8::function>::call);
-#include "torch/ops.inc"
-}
-
-TORCH_LIBRARY_IMPL(w4a8, Meta, m) {
-#define W4A8_META_OP(name, op, function) m.impl(name, w4a8::NamedOp<op, w4a8::function>::call);
-#include "torch/ops.inc"
-}
-
-// For inference: with gradients on, an op runs, and backward through it is an error that names it.
-TORCH_LIBRARY_IMPL(w4a8, Autograd, m) {
-  for (const char* name :
-       {"dyn_quant_pack_4bit_weight", "dyn_quant_unpack_4bit_weight", "dyn_quant_unpack_any_4bit_weight",
-        "dyn_quant_matmul_4bit", "dynamic_per_token_int8_quant", "int4_gemm_w4a8", "dynamic_4bit_int_moe",
-        "dynamic_4bit_int_moe.gated", "topk_routing", "round_weights", "paged_attention", "decoder_step"}) {
-    m.impl(name, torch::autograd::autogradNotImplementedFallback());
+// One row of the table. For inference: with gradients on, an op runs, and backward is an error that names it.
+template <OpName kName, c10::DispatchKey kKey, auto kFunction, auto kMeta, Backward kBackward>
+void register_op(torch::Library& m, const char* schema) {
+  m.def(schema);
+  m.impl(kName.text, torch::dispatch(kKey, NamedOp<kName, kFunction>::call));
+  if constexpr (kMeta != nullptr) {
+    m.impl(kName.text, torch::dispatch(c10::DispatchKey::Meta, NamedOp<kName, kMeta>::call));
   }
-  // paged_attention_write itself refuses inputs that require gradients: a cache must not become part of a graph. Of the
-  // others, decoder_create returns an int64 tensor, which has no gradient, and the rest return nothing.
-  for (const char* name : {"pack_blocks", "paged_attention_write", "decoder_create", "decoder_add_layer",
-                           "decoder_add_experts", "decoder_destroy"}) {
-    m.impl(name, torch::CppFunction::makeFallthrough());
-  }
+  m.impl(kName.text, torch::dispatch(c10::DispatchKey::Autograd, kBackward == Backward::kRefused
+                                                                     ? torch::autograd::autogradNotImplementedFallback()
+                                                                     : torch::CppFunction::makeFallthrough()));
+}
+
+}  // namespace
+}  // namespace w4a8
+
+TORCH_LIBRARY(w4a8, m) {
+  using namespace w4a8;
+#define W4A8_OP(name, key, function, meta, backward, schema) \
+  register_op<name, c10::DispatchKey::key, function, meta, Backward::k##backward>(m, name schema);
+#include "torch/ops.inc"
 }
 
 namespace w4a8 {

@@ -37,27 +37,32 @@ class Registration {
   TorchLibraryHandle handle_ = nullptr;
 };
 
+struct Registrations {
+  Registration ops = Registration::define("w4a8");
+  Registration CPU = Registration::implement("w4a8", "CPU");
+  Registration CompositeExplicitAutograd = Registration::implement("w4a8", "CompositeExplicitAutograd");
+  // Ops of Meta tensors whose sizes are numbers: for w4a8's own Meta kernels, in Python.
+  Registration internal = Registration::define("w4a8_internal");
+  Registration meta = Registration::implement("w4a8_internal", "Meta");
+};
+
+// One row of the table.
+template <OpName kName, auto kFunction, auto kMeta, Backward kBackward>
+void register_op(Registrations& m, Registration& key, const char* schema) {
+  using Op =
+      std::conditional_t<kBackward == Backward::kRefused, RefusesBackward<kName, kFunction>, NamedOp<kName, kFunction>>;
+  m.ops.def(schema);
+  key.impl(kName.text, TORCH_BOX((&Op::call)));
+  if constexpr (kMeta != nullptr) {
+    m.internal.def(schema);
+    m.meta.impl(kName.text, TORCH_BOX((&NamedOp<kName, kMeta>::call)));
+  }
+}
+
 void register_ops() {
-  {
-    Registration m = Registration::define("w4a8");
-#include "torch/schemas.inc"
-  }
-  {
-    Registration m = Registration::implement("w4a8", "CPU");
-#define W4A8_CPU_OP(name, op, function) m.impl(name, TORCH_BOX((&RefusesBackward<op, function>::call)));
-#include "torch/ops.inc"
-  }
-  {
-    Registration m = Registration::implement("w4a8", "CompositeExplicitAutograd");
-#define W4A8_PLAIN_OP(name, op, function) m.impl(name, TORCH_BOX((&NamedOp<op, function>::call)));
-#include "torch/ops.inc"
-  }
-  {  // The same ops, of Meta tensors whose sizes are numbers: for w4a8's own Meta kernels, in Python.
-    Registration m = Registration::define("w4a8_internal");
-#include "torch/schemas.inc"
-  }
-  Registration m = Registration::implement("w4a8_internal", "Meta");
-#define W4A8_META_OP(name, op, function) m.impl(name, TORCH_BOX((&NamedOp<op, function>::call)));
+  Registrations m;
+#define W4A8_OP(name, key, function, meta, backward, schema) \
+  register_op<name, function, meta, Backward::k##backward>(m, m.key, name schema);
 #include "torch/ops.inc"
 }
 

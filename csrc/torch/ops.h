@@ -1,4 +1,4 @@
-// CPU and Meta implementations of the ops; schemas are in schemas.inc, contracts in w4a8.h.
+// CPU and Meta implementations of the ops; schemas are in ops.inc, contracts in w4a8.h.
 #pragma once
 
 #include <cstdint>

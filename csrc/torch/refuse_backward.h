@@ -67,19 +67,8 @@ template <OpName kName, class Result, class... Args, Result (*kFunction)(Args...
 struct RefusesBackward<kName, kFunction> {
   static Result call(Args... args) {
     using Named = NamedOp<kName, kFunction>;
-    // Without a result there is no backward to refuse. paged_attention_write refuses inputs with gradients itself.
-    if constexpr (std::is_void_v<Result>) {
-      Named::call(args...);
-    } else {
-      return refusing(args...);
-    }
-  }
-
- private:
-  static Result refusing(Args... args) {
-    using Named = NamedOp<kName, kFunction>;
     if (!aoti_torch_grad_mode_is_enabled()) return Named::call(args...);
-    W4A8_CHECK(!autograd_is_on() || !(detail::any_tangent(args) || ...), "forward derivative for w4a8::", kName.text,
+    W4A8_CHECK(!autograd_is_on() || !(detail::any_tangent(args) || ...), "forward derivative for w4a8::", kName.op(),
                " is not implemented");
     std::vector<Tensor> inputs;
     (detail::add_differentiable(inputs, args), ...);
@@ -87,7 +76,7 @@ struct RefusesBackward<kName, kFunction> {
       const detail::NoGrad off;
       return Named::call(args...);
     }();
-    if (!inputs.empty()) detail::refuse(result, inputs, std::string("w4a8::") + kName.text);
+    if (!inputs.empty()) detail::refuse(result, inputs, std::string("w4a8::").append(kName.op()));
     return result;
   }
 };

@@ -10,26 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from w4a8 import compiled, ops
 from w4a8.cpu import active_kernel, cpu_features, kernels, use_kernel
-from w4a8.ops import (
-    Activation,
-    PackedHeader,
-    attention_block_bytes,
-    dyn_quant_matmul_4bit,
-    dyn_quant_pack_4bit_weight,
-    dyn_quant_unpack_4bit_weight,
-    dyn_quant_unpack_any_4bit_weight,
-    dynamic_4bit_int_moe,
-    dynamic_per_token_int8_quant,
-    form_bytes,
-    form_problem,
-    int4_gemm_w4a8,
-    pack_blocks,
-    paged_attention,
-    paged_attention_write,
-    read_header,
-    round_weights,
-    topk_routing,
-)
+from w4a8.ops import *  # noqa: F403
 
 if TYPE_CHECKING:
     from w4a8.decoder import Decoder
@@ -39,32 +20,15 @@ __version__: str = compiled.__version__
 compiled.check_operators(getattr(ops, name) for name in ops.OPERATORS)
 
 __all__ = [
-    "Activation",
     "Decoder",
-    "PackedHeader",
     "__version__",
     "active_kernel",
-    "attention_block_bytes",
     "cpu_features",
-    "dyn_quant_matmul_4bit",
-    "dyn_quant_pack_4bit_weight",
-    "dyn_quant_unpack_4bit_weight",
-    "dyn_quant_unpack_any_4bit_weight",
-    "dynamic_4bit_int_moe",
-    "dynamic_per_token_int8_quant",
-    "form_bytes",
-    "form_problem",
-    "int4_gemm_w4a8",
     "kernels",
-    "pack_blocks",
-    "paged_attention",
-    "paged_attention_write",
     "quantize_",
-    "read_header",
-    "round_weights",
-    "topk_routing",
     "use_kernel",
 ]
+__all__ += ops.__all__
 
 _FUNCTIONS = {"Decoder": "w4a8.decoder", "quantize_": "w4a8.quantization"}
 _PACKAGES = ("checkpoint", "formats", "nn", "quantization")

@@ -13,6 +13,29 @@ import torch
 
 from w4a8 import compiled
 
+__all__ = [
+    "Activation",
+    "PackedHeader",
+    "attention_block_bytes",
+    "dyn_quant_matmul_4bit",
+    "dyn_quant_pack_4bit_weight",
+    "dyn_quant_unpack_4bit_weight",
+    "dyn_quant_unpack_any_4bit_weight",
+    "dynamic_4bit_int_moe",
+    "dynamic_per_token_int8_quant",
+    "form_bytes",
+    "form_problem",
+    "int4_gemm_w4a8",
+    "pack_blocks",
+    "paged_attention",
+    "paged_attention_write",
+    "read_header",
+    "round_weights",
+    "topk_routing",
+]
+# The wrappers that call the operator of their name, with the same arguments.
+OPERATORS = [name for name in __all__ if name.islower() and name not in ("attention_block_bytes", "read_header")]
+
 DEFAULT_EFFORT = 2  # of round_weights
 HEAD_SIZES = range(16, 257, 16)  # that paged_attention takes
 LATENT_SIZES = range(32, 577, 16)  # of keys, in a cache of kind "latent"
@@ -569,22 +592,3 @@ def read_header(data: Any) -> PackedHeader:
     if isinstance(data, torch.Tensor):
         data = data.numpy()
     return compiled.read_header(data)
-
-
-# The wrappers above that call the operator of their name, with the same arguments.
-OPERATORS = (
-    "dyn_quant_pack_4bit_weight",
-    "pack_blocks",
-    "dyn_quant_unpack_4bit_weight",
-    "dyn_quant_unpack_any_4bit_weight",
-    "form_problem",
-    "form_bytes",
-    "dyn_quant_matmul_4bit",
-    "dynamic_per_token_int8_quant",
-    "int4_gemm_w4a8",
-    "dynamic_4bit_int_moe",
-    "topk_routing",
-    "paged_attention",
-    "paged_attention_write",
-    "round_weights",
-)

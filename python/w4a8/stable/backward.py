@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
+from w4a8.stable.operators import operators
+
 
 class _Refused(torch.autograd.Function):
     """The output itself, not a view of it: that could not be changed in place."""
@@ -97,16 +99,13 @@ def register() -> list[torch.library.Library]:
     library = torch.library.Library("w4a8", "IMPL")
     # The operators once more, without a kernel for transformations: torch's own one, which peels them off, is taken.
     lower = torch.library.Library("w4a8_transformed", "DEF")
-    schemas = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("w4a8::")]
-    for schema in schemas:
-        name, overload = schema.name.removeprefix("w4a8::"), schema.overload_name
-        op = getattr(getattr(torch.ops.w4a8, name), overload or "default")
-        full = f"{name}.{overload}" if overload else name
-        lower.define(str(schema).removeprefix("w4a8::"))
-        lower.impl(full, op, "CompositeExplicitAutograd")
-        lower.impl(full, torch.library.fallthrough_kernel, "Autograd")
-        lower_op = getattr(getattr(torch.ops.w4a8_transformed, name), overload or "default")
-        library.impl(full, torch.library.fallthrough_kernel, "Autograd")
-        library.impl(full, _in_python(op), "PythonTLSSnapshot", with_keyset=True)
-        library.impl(full, _transformed(op, lower_op), "FuncTorchDynamicLayerFrontMode")
+    of_name = dict(operators("w4a8"))
+    for name, op in of_name.items():
+        lower.define(str(op._schema).removeprefix("w4a8::"))
+        lower.impl(name, op, "CompositeExplicitAutograd")
+        lower.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        library.impl(name, _in_python(op), "PythonTLSSnapshot", with_keyset=True)
+    for name, lower_op in operators("w4a8_transformed"):
+        library.impl(name, _transformed(of_name[name], lower_op), "FuncTorchDynamicLayerFrontMode")
     return [internal, library, lower]

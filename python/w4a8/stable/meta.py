@@ -11,20 +11,23 @@ from typing import Any
 
 import torch
 
-# The operators, and the arguments whose sizes before the last are tokens: no check looks at them, so symbols stay
-# symbols. Every other size becomes a number, which what is traced is then made for.
-_TOKENS = {
-    "dyn_quant_pack_4bit_weight": (),
-    "dyn_quant_matmul_4bit": ("inp",),
-    "dynamic_per_token_int8_quant": ("x",),
-    "int4_gemm_w4a8": ("quant_x", "x_scale", "x_zero"),
-    "dynamic_4bit_int_moe": ("x", "topk_ids", "topk_weights"),
-    "dynamic_4bit_int_moe.gated": ("x", "topk_ids", "topk_weights"),
-    "topk_routing": ("router_logits",),
-    "round_weights": (),
-    "paged_attention_write": ("key", "value"),
-    "paged_attention": ("query",),
-}
+from w4a8.stable.operators import operators
+
+# Arguments of operators whose sizes before the last are tokens: no check looks at them, so symbols stay symbols. Every
+# other size becomes a number, which what is traced is then made for.
+_TOKENS = (
+    "inp",
+    "x",
+    "quant_x",
+    "x_scale",
+    "x_zero",
+    "topk_ids",
+    "topk_weights",
+    "router_logits",
+    "key",
+    "value",
+    "query",
+)
 
 
 def _has_symbols(value: object) -> bool:
@@ -46,8 +49,9 @@ def _in_symbols(output: Any, first: torch.Tensor) -> Any:
     return torch.empty((*first.shape[:-1], output.shape[-1]), dtype=output.dtype, device=output.device)
 
 
-def _kernel(op: Any, tokens: tuple[str, ...]) -> Callable[..., Any]:
+def _kernel(op: Any) -> Callable[..., Any]:
     names = [argument.name for argument in op._schema.arguments]
+    has_tokens = not set(names).isdisjoint(_TOKENS)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
@@ -55,11 +59,11 @@ def _kernel(op: Any, tokens: tuple[str, ...]) -> Callable[..., Any]:
             if not any(map(_has_symbols, arguments.values())):
                 return op(*args, **kwargs)
             numbers = {
-                name: _in_numbers(value, name in tokens) if _has_symbols(value) else value
+                name: _in_numbers(value, name in _TOKENS) if _has_symbols(value) else value
                 for name, value in arguments.items()
             }
             outputs = op(**numbers)
-            if not tokens:
+            if not has_tokens:
                 return outputs
             if isinstance(outputs, tuple):
                 return tuple(_in_symbols(output, args[0]) for output in outputs)
@@ -69,10 +73,9 @@ def _kernel(op: Any, tokens: tuple[str, ...]) -> Callable[..., Any]:
 
 
 def register() -> torch.library.Library:
-    """Registers them; they last as long as what is returned."""
+    """Registers one for each operator that the library has for numbers; they last as long as what is returned."""
     library = torch.library.Library("w4a8", "IMPL")
-    for name, tokens in _TOKENS.items():
-        op, _, overload = name.partition(".")
-        internal = getattr(getattr(torch.ops.w4a8_internal, op), overload or "default")
-        library.impl(name, _kernel(internal, tokens), "Meta")
+    for name, op in operators("w4a8_internal"):
+        if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "Meta"):
+            library.impl(name, _kernel(op), "Meta")
     return library
