@@ -110,7 +110,7 @@ def test_bfloat16(name):
         ({"bias": torch.zeros(47)}, r"bias has shape \[47\], expected \[48\]"),
         ({"bias": torch.zeros(48, dtype=torch.int32)}, "bias has dtype Int"),
         ({"scale_dtype": torch.float32}, "scale_dtype is Float, expected bfloat16, float16 or none for type 'Q4_0'"),
-        ({"activation_group": 64}, "activation group is 64"),
+        ({"activation_group": 64}, "activation_group is 64"),
     ],
 )
 def test_refuses(change, message):

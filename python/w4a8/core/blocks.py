@@ -13,6 +13,8 @@ from w4a8.core.matrix import Matrix
 from w4a8.core.scale_types import E8M0, has_exponents, holds_scales
 from w4a8.ops import pack_blocks
 
+PANEL_ROWS = 16  # rows of a packed matrix that are packed together (docs/packed_layout.md)
+
 
 @dataclass(frozen=True)
 class BlockType:

@@ -8,11 +8,10 @@ from dataclasses import replace
 import torch
 
 from w4a8.core.activation_groups import PER_TOKEN
-from w4a8.core.blocks import Blocks
+from w4a8.core.blocks import PANEL_ROWS, Blocks
 from w4a8.core.float8 import multiplied_scales
 from w4a8.core.matrix import Matrix, PackedAs, pack_as, unpack_codes
 from w4a8.core.memory import fresh_bytes
-from w4a8.core.panels import PANEL_ROWS
 from w4a8.core.scale_types import has_two_levels, holds_scales, kept_scale_dtypes, scale_type_name
 
 
@@ -200,8 +199,9 @@ class MatrixStack:
             self._scale_dtypes, needed = kept, replace(needed, scale_dtype=dtype)
         if needed != self.packed_as:
             self._repack(needed, {})
-        how = self.group_size, self.bias_dtype is not None, needed
-        count = packed_bytes(self.rows, self.columns, *how) if self._packed is None else self._packed.shape[1]
+        count = (
+            needed.bytes(self.rows, self.columns, self.group_size) if self._packed is None else self._packed.shape[1]
+        )
         packed = self._place(expert, count)
         for row, part in parts.items():
             part.pack(packed, row, self.rows, needed.scale_dtype, needed.activation_group)
