@@ -1,7 +1,7 @@
 """Weights of float8_e4m3fn with scales, as FP8 checkpoints have them.
 
 There is no packed form of such weights: they become floats, which the caller rounds. float8 is therefore not in
-``FORMATS``, and ``w4a8.load`` does not read it.
+``FORMATS``, and ``read_layers`` does not read it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The rules of a ``quantization_config``: how the weights of each module are stored, or why the module is left out.
 
-``w4a8.load`` and the integration in transformers call :func:`rules_of`. (In vLLM, vLLM's own configuration classes read
-a ``quantization_config``, so that vLLM's rules hold.) Each method has its rules in a file of this folder.
+``read_layers`` and the integration in transformers call :func:`rules_of`. (In vLLM, vLLM's own configuration classes
+read a ``quantization_config``, so that vLLM's rules hold.) Each method has its rules in a file of this folder.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@
 
 Routing (``select_experts``), activations and the call of the operator are in ``w4a8.core``. The packages ``w4a8.moe``
 and ``w4a8.linear`` are these modules under vLLM's names. Nothing else in the package imports this mirror:
-``w4a8.load`` gives layers of ``w4a8.nn``.
+``w4a8.checkpoint.read_layers`` gives layers of ``w4a8.nn``.
 """
 
 from w4a8.core.activation import MoEActivation, kernel_activation_kind

@@ -153,13 +153,18 @@ class RoutedExperts(PackedStacks):
         routed_scaling_factor: float | None = None,
         w13_interleaved: bool = False,
     ) -> None:
-        """Creates the parameters. :class:`w4a8.nn.W4A8MoE` explains the other arguments.
+        """Creates the parameters.
 
         Args:
             moe: the layer.
             quant_method: made for the same ``moe``.
             params_dtype: of the biases; None: ``moe.in_dtype``.
             expert_map: int32 [global experts], local index or -1; None if this rank has all experts.
+            apply_router_weight_on_input: the router's weights multiply the input instead of the output.
+            num_expert_group: groups of experts to route in; None for no groups.
+            topk_group: groups that are kept.
+            e_score_correction_bias: float32 [global experts], or None.
+            routed_scaling_factor: multiplies the router's weights; None is 1.
             w13_interleaved: the rows of a loaded fused w13 alternate gate and up.
         """
         super().__init__()
