@@ -23,7 +23,7 @@ from w4a8.formats.gguf_blocks import TYPES
 
 AT_ONCE = 1 << 25  # weights that are unpacked at once
 _STACK = re.compile(r"blk\.([0-9]{1,4})\.ffn_(gate_up|gate|up|down)_exps\.weight")
-_LEAF = re.compile(r"blk\.[0-9]{1,4}\.(\w+)\.\w+")
+_LEAF = re.compile(r"blk\.[0-9]{1,4}\.(\w+)(?:\..+)?")
 # Kind of a stack in a layer with a gate, and without.
 _SHARDS = {"gate": "w1", "up": "w3", "down": "w2", "gate_up": "w13"}
 _HEADS = {"attn_q": "head_count", "attn_k": "head_count_kv"}
