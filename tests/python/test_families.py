@@ -17,7 +17,7 @@ from test_quantize import expected_experts, rounded
 from test_quantize_transformers import FAMILIES, make_model
 
 import w4a8
-from w4a8.checkpoint.packed_as_tensors import only_whole, read_directory
+from w4a8.checkpoint.packed_as_tensors import problem_of, read_directory
 from w4a8.nn import W4A8Experts
 from w4a8.quantization.moe_blocks import fused_experts
 
@@ -133,7 +133,7 @@ def test_without_a_gate(tmp_path):
     check("packed")
     config = json.loads((tmp_path / "packed" / "config.json").read_text())
     said = read_directory(tmp_path / "packed", config["quantization_config"])
-    reasons = {name: only_whole(parts, "nemotron_h") for name, parts in said.packed.items()}
+    reasons = {name: problem_of(parts, "nemotron_h") for name, parts in said.packed.items()}
     assert reasons.pop("backbone.layers.1.mixer.experts") == "experts without a gate" and set(reasons.values()) == {
         None
     }

@@ -7,12 +7,14 @@ import torch
 from common import KERNELS, assert_same_bits, least_scales
 
 import w4a8
+from w4a8.checkpoint.packed_source import PackedSource
 from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix, PackedAs, matrix_of
+from w4a8.core.packer import pack_rows
 from w4a8.core.scale_types import E8M0, kept_scale_dtypes
 from w4a8.core.stack import MatrixStack
+from w4a8.core.weight import Cut
 from w4a8.formats import from_gptq, from_mxfp4
-from w4a8.integrations.vllm.packed import joined, joined_bytes
 
 ANY, BF16, F16, F32 = 0.1, 1 + 2**-7, 1 + 2**-10, 1 + 2**-20
 LEAST, MOST, INF, NAN = 2.0**-127, 2.0**127, float("inf"), float("nan")
@@ -180,25 +182,15 @@ def test_rows_of_zeros_beside_exponents():
     assert (w4a8.dyn_quant_matmul_4bit(torch.randn(2, 64), packed, 32, 64, 5)[:, 3:] == 0).all()
 
 
-@pytest.mark.parametrize(
-    ("types", "expected"),
-    [
-        ([E8M0, E8M0], "e8m0"),
-        ([E8M0, torch.bfloat16], "bfloat16"),
-        ([torch.float16, torch.float16, torch.float16], "float16"),
-        ([E8M0, torch.float16], "float32"),
-        ([torch.float16, torch.bfloat16], "float32"),
-        ([torch.bfloat16, torch.float32], "float32"),
-    ],
-    ids=str,
-)
-def test_joined_rows(types, expected):
-    """Of matrices whose headers say different types; values that would fit a smaller one do not decide."""
+@pytest.mark.parametrize("types", [[E8M0, torch.bfloat16], [torch.float16, torch.float32]], ids=str)
+def test_rows_of_packed_matrices(types, tmp_path):
+    """Below one another, in the smallest type that holds the scales of all."""
     parts = [matrix("e2m1", torch.tensor([[0.25, 2.0**index]] * 7)) for index in range(len(types))]
-    packed = [part.pack(dtype) for part, dtype in zip(parts, types)]
-    headers = [w4a8.read_header(each) for each in packed]
-    found = joined([matrix_of(each, "part") for each in packed], headers)
-    assert scale_type(found) == expected and joined_bytes(headers) == found.numel()
+    packed = {f"{index}.packed": part.pack(dtype) for index, (part, dtype) in enumerate(zip(parts, types))}
+    pytest.importorskip("safetensors.torch").save_file(packed, tmp_path / "model.safetensors")
+    source = PackedSource([str(tmp_path / "model.safetensors")])
+    found = pack_rows([Cut.whole(source.weight(str(index), "packed")) for index in range(len(types))], None).bytes
+    assert scale_type(found) == "e8m0"
     whole = matrix_of(found, "whole")
     assert_same_bits(whole.scales.float(), torch.cat([part.scales for part in parts]))
     assert_same_bits(whole.codes, torch.cat([part.codes for part in parts]))

@@ -55,16 +55,17 @@ def config_of(path):
     return config
 
 
-def linear(config, name):
-    """A layer of vLLM's that has read its weights."""
+def linear(config, name, file=None):
+    """A layer of vLLM's that has read its weights; `file` has the biases of the path of the configuration."""
+    file = linears_of(file or config.path).file
     how = {"quant_config": config, "params_dtype": torch.float32, "bias": False}
     if name.endswith("qkv_proj"):
-        how["bias"] = "blk.0.attn_q.bias" in linears_of(config.path).file
+        how["bias"] = "blk.0.attn_q.bias" in file
         layer = QKVParallelLinear(HIDDEN, HEAD, HEADS, KV_HEADS, prefix=name, **how)
     elif name.endswith("gate_up_proj"):
         layer = MergedColumnParallelLinear(HIDDEN, [INTER, INTER], prefix=name, **how)
     elif name.endswith("o_proj"):
-        how["bias"] = "blk.0.attn_output.bias" in linears_of(config.path).file
+        how["bias"] = "blk.0.attn_output.bias" in file
         layer = RowParallelLinear(HEADS * HEAD, HIDDEN, prefix=name, **how)
     else:
         layer = RowParallelLinear(INTER, HIDDEN, prefix=name, **how)

@@ -1,18 +1,19 @@
 """Directories of packed weights (save_pretrained of w4a8.integrations.transformers): the bits of the same weights as a
-compressed-tensors checkpoint, and what such a checkpoint cannot have beside transformers."""
+compressed-tensors checkpoint or a GGUF file, and what no checkpoint has beside transformers."""
 
 import json
 import re
 import shutil
 from dataclasses import dataclass, field
 
+import gguf_models
 import multiplied_out
 import pytest
 import torch
 import transformers
 from cases import FIRST_EXPERTS
 from compare import assert_same, check
-from conftest import ALONE, Job, arguments, run_engines
+from conftest import ALONE, DEFAULT_HEAD, Job, arguments, prompts, run_engines
 from models import COMMON, MODELS, Case, _random_weights, _stacked, write
 from safetensors.torch import load_file, save_file
 from tool_formats import E2M1
@@ -20,7 +21,6 @@ from tool_formats import E2M1
 from w4a8.checkpoint.packed_as_tensors import export, read_directory
 from w4a8.core.matrix import matrix_of
 from w4a8.integrations.transformers import W4A8Config
-from w4a8.integrations.vllm.packed_layers import W4A8PackedConfig
 
 # Name: key of models.MODELS, options of W4A8Config.
 SAME = {
@@ -52,6 +52,7 @@ class Other:
 
 OTHERS = {
     "e2m1": Other("qwen3_moe", {"values": "e2m1"}, reload=True),
+    "biases": Other("qwen2_moe", reload=True),
     "gpt-oss": Other("gpt_oss", {"values": "e2m1"}),
     "8 bits": Other("qwen3_moe", {"group_size": 128}, tool="auto_round_mixed"),
     "experts of 8 bits": Other("qwen3_moe", eight_bits=".*experts", reload=True, dtype="float32"),
@@ -63,7 +64,8 @@ PARALLEL = {
     "cut": Other("mixtral", {"group_size": 64}, {"tensor_parallel_size": 2}),
     "8 bits, cut": Other("qwen3_moe", {}, {"tensor_parallel_size": 2}, eight_bits=FIRST_EXPERTS),
     "whole experts": Other("gpt_oss", {}, {"tensor_parallel_size": 2, "enable_expert_parallel": True}),
-    "refused": Other("qwen3_moe", {"values": "e2m1"}, {"tensor_parallel_size": 2}),
+    "e2m1, cut": Other("qwen3_moe", {"values": "e2m1"}, {"tensor_parallel_size": 2}),
+    "cut experts of gpt-oss": Other("gpt_oss", {}, {"tensor_parallel_size": 2}),
 }
 
 
@@ -167,6 +169,15 @@ def results(tmp_path_factory):
         packed = write_packed(where[name], *case)
         for directory in (packed, write_compressed(packed, where[name] / "compressed")):
             jobs.append(Job(directory, {"enforce_eager": True, "dtype": "bfloat16"}, tokens=8))
+    # Matrices of several types in joined layers, and packed embeddings that are the output layer, too.
+    where["gguf"] = tmp_path_factory.mktemp("packed")
+    path = gguf_models.TinyModel("llama, tied").write(where["gguf"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name)
+    model.save_pretrained(where["gguf"] / "packed")
+    for directory in (where["gguf"] / "packed", path):
+        how = {"enforce_eager": True, "dtype": "bfloat16", "max_model_len": 128}
+        few = [[token % (gguf_models.VOCAB - 3) + 3 for token in prompt] for prompt in prompts()]
+        jobs.append(Job(directory, how, few, tokens=8, environment=DEFAULT_HEAD))
     for name, other in OTHERS.items():
         where[name] = tmp_path_factory.mktemp("packed")
         jobs.append(write_other(other, where[name]))
@@ -177,13 +188,13 @@ def results(tmp_path_factory):
         dummy = {**arguments(OTHERS[name].case), "load_format": "dummy"}
         jobs.append(Job(where[name] / "packed", dummy, tokens=2))
     done, log = run_engines(jobs, tmp_path_factory.mktemp("engines"), 1800, **ALONE)
-    same = dict(zip(SAME, zip(done[::2], done[1::2])))
-    names, first = [*OTHERS, *(f"dummy {name}" for name in DUMMIES)], 2 * len(SAME)
+    same = dict(zip([*SAME, "gguf"], zip(done[::2], done[1::2])))
+    names, first = [*OTHERS, *(f"dummy {name}" for name in DUMMIES)], 2 * len(same)
     return same, dict(zip(names, zip(jobs[first:], done[first:]))), where, log
 
 
-@pytest.mark.parametrize("case", SAME)
-def test_the_bits_of_a_compressed_tensors_checkpoint(results, case):
+@pytest.mark.parametrize("case", [*SAME, "gguf"])
+def test_the_bits_of_the_other_checkpoint(results, case):
     assert_same(*results[0][case])
 
 
@@ -234,25 +245,9 @@ def parallel(tmp_path_factory):
     return dict(zip(PARALLEL, zip(jobs, done))), where, log
 
 
-@pytest.mark.parametrize("name", ["cut", "8 bits, cut", "whole experts"])
+@pytest.mark.parametrize("name", PARALLEL)
 def test_two_ranks(parallel, name):
-    """What is cut is unpacked; experts that are dealt out are not."""
     job, result = parallel[0][name]
     assert "error" not in result, result["error"]
     directory = parallel[1][name]
     check(PARALLEL[name].case, directory, job.prompts, result, ranks=2, size=activation_group_in(directory))
-
-
-def test_what_cannot_be_cut_is_refused(parallel):
-    assert "error" in parallel[0]["refused"][1]
-    assert "packed directory with weights of type e2m1 cannot be served with layers cut among 2 ranks" in parallel[2]
-
-
-def test_the_activation_group_of_layers_that_are_cut(tmp_path):
-    """That of the packed matrices, which no field of a compressed-tensors checkpoint says."""
-    directory = write_packed(tmp_path, "qwen3_moe", {"group_size": 64, "activation_group": 32})
-    stated = json.loads((directory / "config.json").read_text())["quantization_config"]
-    config = W4A8PackedConfig.from_config(stated)
-    config.maybe_update_config(str(directory))
-    for name in ("model.layers.0.self_attn.o_proj", "model.layers.0.mlp.experts"):
-        assert config._scheme(config.target_scheme_map["Linear"], name).activation_group == 32

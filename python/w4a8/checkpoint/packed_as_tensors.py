@@ -1,8 +1,6 @@
 """A directory of packed weights (docs/transformers.md) as a compressed-tensors checkpoint.
 
-``w4a8 pack --format compressed-tensors`` writes such a checkpoint. To vLLM a packed directory is presented as one, for
-the description of the model and for layers that are cut among ranks: vLLM cuts and places tensors by the names of
-checkpoints. The packed matrices of these layers are unpacked one by one while reading.
+``w4a8 pack --format compressed-tensors`` writes such a checkpoint, for other readers.
 """
 
 from __future__ import annotations
@@ -16,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from w4a8.checkpoint.packed_source import open_packed
 from w4a8.checkpoint.tensors import INDEX_NAME, files_of, read_index
-from w4a8.core.activation_groups import PER_TOKEN
 from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix, matrix_of
 from w4a8.core.nibbles import pairs, words_of
@@ -29,10 +26,7 @@ from w4a8.formats.packed_directory import (
     STANDS_FOR,
     PackedTensor,
     Parts,
-    check_listed,
-    check_stated,
     joined_as,
-    packed_tensors,
 )
 
 # Part of the name of a block -> names of its experts' gate, up and down projections.
@@ -54,12 +48,6 @@ class PackedDirectory:
 
     packed: dict[str, dict[str, PackedTensor]]
     floats: set[str]
-
-    @property
-    def symmetric(self) -> bool:
-        """Whether no matrix of 4 bits has zero points; matrices of 8 bits always get some in compressed-tensors."""
-        forms = [stored.packed_as for parts in self.packed.values() for stored in parts.values()]
-        return not any(form.zero_points for form in forms if form.kind.bits == 4)
 
     def is_symmetric(self, module: str) -> bool:
         """Whether a module, and the modules that vLLM joins with it, have no zero points."""
@@ -84,37 +72,9 @@ def read_directory(directory: str | Path, config: Mapping[str, Any]) -> PackedDi
     Raises:
         ValueError: no local directory of packed tensors, or one in another format.
     """
-    check_stated(*(config.get(key) for key in ("quant_method", "format", "version")))
-    files = [Path(directory) / name for name in files_of(Path(directory), read_index(Path(directory)))]
-    if not files:
-        raise ValueError(
-            f"{directory} is no local directory with *.safetensors files, which packed weights are read from"
-        )
-    packed: dict[str, dict[str, PackedTensor]] = {}
-    floats: set[str] = set()
-    for file in files:
-        with safe_open(str(file), framework="pt") as tensors:
-            embeddings = [key for key in tensors.keys() if key.rpartition(".")[2] in EMBEDDINGS]  # noqa: SIM118
-            if embeddings:
-                raise ValueError(
-                    f"{file}: tensor {embeddings[0]!r} is packed embeddings, which vLLM has no layer for: serve the "
-                    "GGUF file that this directory was made of"
-                )
-            try:
-                found = packed_tensors((key, tensors.get_slice(key)) for key in tensors.keys())  # noqa: SIM118 (no dict)
-            except ValueError as error:
-                raise ValueError(f"{file}: {error}") from error
-            floats.update(key.removesuffix(".weight") for key in tensors.keys() if key.endswith(".weight"))  # noqa: SIM118
-        for module, parts in found.items():
-            twice = parts.keys() & packed.get(module, {}).keys()
-            if twice:  # vLLM gives the tensors of both
-                raise ValueError(f"{file}: tensor '{module}.{min(twice)}' stands in another file, too")
-            packed.setdefault(module, {}).update(parts)
-    names = {f"{module}.{leaf}" for module, parts in packed.items() for leaf in parts}
-    check_listed(config.get("packed"), names, str(directory))
-    if not packed:
-        raise ValueError(f"{directory}: no packed tensors, though config.json says so")
-    return PackedDirectory(packed, floats)
+    source = open_packed(directory, config)
+    floats = {key.removesuffix(".weight") for key in source.keys if key.endswith(".weight")}
+    return PackedDirectory(source.packed, floats)
 
 
 def group_sizes(parts: Parts) -> dict[str, int]:
@@ -125,24 +85,21 @@ def group_sizes(parts: Parts) -> dict[str, int]:
     return {name: header["group"] for name, header in headers.items()}
 
 
-def only_whole(parts: Parts, model_type: str | None, exported: bool = False) -> str | None:
-    """Why the matrices of a module cannot be unpacked for vLLM's cuts or for other readers; None: they can.
+def problem_of(parts: Parts, model_type: str | None) -> str | None:
+    """Why a compressed-tensors checkpoint cannot have the matrices of a module; None: it can.
 
     Args:
         parts: of the module.
         model_type: of config.json.
-        exported: as of :func:`unpacked`.
     """
+    if any(leaf in EMBEDDINGS for leaf in parts):
+        return "packed embeddings"
     if model_type in _WHOLE_EXPERTS and "packed" not in parts:
         return f"experts of {model_type}"
     if "packed" not in parts and parts["w13_packed"].header["n"] == parts["w2_packed"].header["k"]:
         return "experts without a gate"
     forms = [stored.packed_as for stored in parts.values()]
-    kinds = [form.kind for form in forms]
-    for kind in kinds:
-        if kind not in _INTEGERS and not exported:
-            return f"weights of type {kind}"
-    if len({_bits(kind) for kind in kinds}) > 1:
+    if len({_bits(form.kind) for form in forms}) > 1:
         return "experts of 4 and 8 bits"
     for what, there in (
         ("minimums", [form.minimums for form in forms]),
@@ -162,65 +119,47 @@ class _Form:
     group: int
     bits: int
     symmetric: bool
-    per_token: bool  # inputs are int8
 
     def entry(self, targets: list[str]) -> dict[str, Any]:
         size = {"strategy": "channel"} if self.group == -1 else {"strategy": "group", "group_size": self.group}
         weights = {"num_bits": self.bits, "type": "int", "symmetric": self.symmetric, "dynamic": False, **size}
-        inputs = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
-        return {"targets": targets, "weights": weights, "input_activations": inputs if self.per_token else None}
+        return {"targets": targets, "weights": weights, "input_activations": None}
 
 
-def compressed_tensors_config(
-    directory: PackedDirectory, model_type: str | None, exported: bool = False
-) -> dict[str, Any]:
-    """The quantization_config that a compressed-tensors checkpoint of the same weights would have.
-
-    Args:
-        directory: modules that cannot be unpacked (:func:`only_whole`) are not in the configuration.
-        model_type: of config.json.
-        exported: as of :func:`unpacked`; the configuration then has no inputs.
-    """
+def compressed_tensors_config(directory: PackedDirectory) -> dict[str, Any]:
+    """The quantization_config that a compressed-tensors checkpoint of the same weights has."""
     forms: dict[_Form, list[str]] = {}
     for module, parts in directory.packed.items():
-        if only_whole(parts, model_type, exported) is None:
-            target = module if "packed" in parts else f"re:{re.escape(module)}[.]"
-            bits = max(_bits(stored.packed_as.kind) for stored in parts.values())
-            symmetric = directory.is_symmetric(module) if exported else directory.symmetric and bits == 4
-            # Weights and inputs of 8 bits are another kind of layer there.
-            per_token = bits == 4 and all(stored.header["activation_group"] == PER_TOKEN for stored in parts.values())
-            form = _Form(min(group_sizes(parts).values()), bits, symmetric, per_token and not exported)
-            forms.setdefault(form, []).append(target)
-    # The most frequent form is for all linear layers that are not named. Other readers get all names: vLLM itself
-    # asks for the class of a joined layer first, then for the names of its projections.
+        target = module if "packed" in parts else f"re:{re.escape(module)}[.]"
+        bits = max(_bits(stored.packed_as.kind) for stored in parts.values())
+        form = _Form(min(group_sizes(parts).values()), bits, directory.is_symmetric(module))
+        forms.setdefault(form, []).append(target)
+    # The most frequent form first. One form is that of all linear layers; of several, vLLM would ask for the class of a
+    # joined layer before it asks for the names of its projections.
     ordered = sorted(forms.items(), key=lambda entry: (-len(entry[1]), entry[0]))
-    by_class = not exported or len(ordered) == 1
     return {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
         "ignore": sorted(directory.floats),
         "config_groups": {
-            f"group_{i}": form.entry(["Linear"] if i == 0 and by_class else modules)
+            f"group_{i}": form.entry(["Linear"] if len(ordered) == 1 else modules)
             for i, (form, modules) in enumerate(ordered)
         },
     }
 
 
-def unpacked(
-    tensors: Iterable[tuple[str, torch.Tensor]], symmetric: bool, exported: bool = False
-) -> Iterator[tuple[str, torch.Tensor]]:
+def unpacked(tensors: Iterable[tuple[str, torch.Tensor]], symmetric: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Turns the tensors of a packed directory into tensors of a compressed-tensors checkpoint (``pack-quantized``).
+
+    int6, e2m1 and iq4 become integers of 8 bits with the same weights.
 
     Args:
         tensors: names and tensors, in any order.
         symmetric: otherwise every matrix gets zero points.
-        exported: for other readers: int6, e2m1 and iq4 become integers of 8 bits with the same weights; ``symmetric``
-            matrices of 8 bits have no zero points.
 
     Yields:
         For each packed matrix ``weight_packed``, ``weight_scale``, ``weight_shape``, if not symmetric
         ``weight_zero_point``, and ``bias`` if it has one; experts one by one, gate and up apart. Others as they are.
-        Without ``exported``, matrices of 8 bits always have ``weight_zero_point``.
 
     Raises:
         ValueError: a tensor is no packed matrix, or compressed-tensors cannot have the matrix; names the tensor.
@@ -230,17 +169,17 @@ def unpacked(
         if leaf not in STANDS_FOR:
             yield key, tensor
         elif leaf == "packed":
-            yield from _named(module, _integers(tensor, key, exported), symmetric, exported)
+            yield from _named(module, _integers(tensor, key), symmetric)
         else:
             gate, up, down = next(names for block, names in _PROJECTIONS if block in module)
             for expert, packed in enumerate(tensor):
-                matrix, name = _integers(packed, f"{key}[{expert}]", exported), f"{module}.{expert}"
+                matrix, name = _integers(packed, f"{key}[{expert}]"), f"{module}.{expert}"
                 if leaf == "w2_packed":
-                    yield from _named(f"{name}.{down}", matrix, symmetric, exported)
+                    yield from _named(f"{name}.{down}", matrix, symmetric)
                     continue
                 half = matrix.rows // 2
-                yield from _named(f"{name}.{gate}", matrix.with_rows(slice(half)), symmetric, exported)
-                yield from _named(f"{name}.{up}", matrix.with_rows(slice(half, None)), symmetric, exported)
+                yield from _named(f"{name}.{gate}", matrix.with_rows(slice(half)), symmetric)
+                yield from _named(f"{name}.{up}", matrix.with_rows(slice(half, None)), symmetric)
 
 
 def _bits(kind: Kind) -> int:
@@ -248,7 +187,7 @@ def _bits(kind: Kind) -> int:
     return 4 if kind == Kind.INT4 else 8
 
 
-def _integers(packed: torch.Tensor, name: str, exported: bool) -> Matrix:
+def _integers(packed: torch.Tensor, name: str) -> Matrix:
     matrix = matrix_of(packed, name)
     for what, there in (
         ("minimums", matrix.minimums),
@@ -259,18 +198,16 @@ def _integers(packed: torch.Tensor, name: str, exported: bool) -> Matrix:
             raise ValueError(f"{name} has {what}, which a compressed-tensors checkpoint cannot have")
     if matrix.kind in _INTEGERS:
         return matrix
-    if not exported:
-        raise ValueError(f"{name} is {matrix.kind}, which a compressed-tensors checkpoint cannot have")
     wide = matrix.as_integers(Kind.INT8, matrix.group)
     return replace(wide, scales=wide.scales.to(matrix.scales.dtype), minimums=None)
 
 
-def _named(module: str, matrix: Matrix, symmetric: bool, exported: bool) -> Iterator[tuple[str, torch.Tensor]]:
+def _named(module: str, matrix: Matrix, symmetric: bool) -> Iterator[tuple[str, torch.Tensor]]:
     scales, zeros = matrix.scales, matrix.zero_points
     yield f"{module}.weight_packed", words_of(matrix.codes)
     yield f"{module}.weight_scale", scales.contiguous()
     yield f"{module}.weight_shape", torch.tensor([matrix.rows, matrix.columns])
-    if not symmetric or (matrix.kind == Kind.INT8 and not exported):
+    if not symmetric:
         zeros = matrix.kind.middles(scales) if zeros is None else zeros
         columns = zeros.T  # words along N
         if matrix.kind == Kind.INT4:
@@ -294,7 +231,7 @@ def export(folder: Path) -> None:
     model_type = config.get("model_type")
     directory = read_directory(folder, config["quantization_config"])
     for module, parts in directory.packed.items():
-        reason = only_whole(parts, model_type, exported=True)
+        reason = problem_of(parts, model_type)
         if reason is not None:
             raise ValueError(f"{module}: a compressed-tensors checkpoint cannot have {reason}")
     placed: dict[str, str] = {}  # name of a tensor: its file
@@ -303,7 +240,7 @@ def export(folder: Path) -> None:
         found = {}
         for key, tensor in load_file(folder / name).items():
             symmetric = directory.is_symmetric(key.rpartition(".")[0])
-            found.update(unpacked([(key, tensor)], symmetric, exported=True))
+            found.update(unpacked([(key, tensor)], symmetric))
             if key.endswith(".weight") and tensor.dim() == 2:
                 ignored.add(key.removesuffix(".weight"))
         save_file(found, folder / name, {"format": "pt"})
@@ -312,6 +249,6 @@ def export(folder: Path) -> None:
     index = folder / INDEX_NAME
     if index.exists():
         index.write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": placed}, indent=2) + "\n")
-    stated = compressed_tensors_config(directory, model_type, exported=True)
+    stated = compressed_tensors_config(directory)
     config["quantization_config"] = {**stated, "quantization_status": "compressed", "ignore": sorted(ignored)}
     path.write_text(json.dumps(config, indent=2) + "\n")

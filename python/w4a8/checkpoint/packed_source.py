@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from w4a8.checkpoint.tensors import slices
+from w4a8.checkpoint.tensors import files_of, read_index, slices
 from w4a8.core.matrix import SUPER, Matrix, matrix_of
-from w4a8.core.weight import ExpertWeights, Weight
-from w4a8.formats.packed_directory import ALL_STAND_FOR, check_listed, packed_tensors
+from w4a8.core.weight import ExpertWeights, Floats, Weight
+from w4a8.formats.packed_directory import ALL_STAND_FOR, check_listed, check_stated, packed_tensors
 
 
 class PackedSource:
@@ -60,18 +62,43 @@ class PackedSource:
             packed=lambda: self._slices[name][...],
         )
 
+    def matrix(self, name: str) -> Weight | Floats:
+        """A packed matrix or stack, or a matrix of floats, by the whole name of its tensor.
+
+        Raises:
+            ValueError: there is no such tensor.
+        """
+        module, _, leaf = name.rpartition(".")
+        if leaf in self.packed.get(module, {}):
+            return self.weight(module, leaf)
+        shape = self._slices[name].get_shape() if name in self._slices else ()
+        if len(shape) != 2:
+            raise ValueError(f"{Path(self.files[0]).parent} has no matrix {name}")
+        bias = f"{module}.bias"
+        return Floats(
+            name, *shape, partial(self._floats, name, bias), bias=torch.float32 if bias in self._slices else None
+        )
+
+    def _floats(self, name: str, bias: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As :attr:`Floats.read`."""
+        found = self._slices[name][...].to(dtype)
+        return found, self._slices[bias][...].to(dtype) if bias in self._slices else None
+
     def layers(self, only: Callable[[str], bool] = lambda name: True) -> dict[str, list[Weight] | ExpertWeights]:
         """The linear layers, and the experts of each layer, by their names."""
         found: dict[str, list[Weight] | ExpertWeights] = {}
         for module, parts in self.packed.items():
             if not only(module):
                 continue
-            weights = {leaf: self.weight(module, leaf) for leaf in parts}
-            if "w13_packed" in weights and "w2_packed" in weights:
-                found[module] = experts_of(module, weights["w13_packed"], weights["w2_packed"])
-            elif "packed" in weights:
-                found[module] = [weights["packed"]]
+            if "w13_packed" in parts and "w2_packed" in parts:
+                found[module] = self.experts(module)
+            elif "packed" in parts:
+                found[module] = [self.weight(module, "packed")]
         return found
+
+    def experts(self, module: str) -> ExpertWeights:
+        """The experts of a module."""
+        return experts_of(module, *(self.weight(module, leaf) for leaf in ("w13_packed", "w2_packed")))
 
     def _read(self, name: str, rows: int, begin: int, end: int) -> Iterator[tuple[int, Matrix]]:
         """As :attr:`Weight.read`."""
@@ -91,3 +118,19 @@ def experts_of(name: str, w13: Weight, w2: Weight) -> ExpertWeights:
     if (w13.group == -1) != (w2.group == -1):
         w13, w2 = (replace(each, group=each.columns if each.group == -1 else each.group) for each in (w13, w2))
     return ExpertWeights(name, {"w1" if w13.rows == w2.columns else "w13": [w13], "w2": [w2]})
+
+
+def open_packed(directory: str | Path, config: Mapping[str, Any]) -> PackedSource:
+    """The packed tensors of a local directory, with the quantization_config of its config.json.
+
+    Raises:
+        ValueError: no local directory of packed tensors, or one in another format.
+    """
+    check_stated(*(config.get(key) for key in ("quant_method", "format", "version")))
+    folder = Path(directory)
+    files = [str(folder / name) for name in files_of(folder, read_index(folder))]
+    if not files:
+        raise ValueError(
+            f"{directory} is no local directory with *.safetensors files, which packed weights are read from"
+        )
+    return PackedSource(files, config.get("packed"))

@@ -85,19 +85,6 @@ def of_packed(headers: Mapping[str, Header]) -> Iterator[Layer]:
     yield from experts.values()
 
 
-def packed_not_in_vllm(layers: Iterable[Layer]) -> str:
-    """Why vLLM does not serve a packed directory; "" if the headers give no reason.
-
-    Args:
-        layers: from :func:`of_packed`.
-    """
-    layers = list(layers)
-    for layer in layers:
-        if "embed" in layer.name.rpartition(".")[2] and layer.state == RUNS:
-            return f"{layer.name} is packed, which is an embedding"
-    return joined_not_in_vllm(layers)
-
-
 def joined_not_in_vllm(layers: Iterable[Layer]) -> str:
     """Which matrices of several kinds vLLM would join in one layer; "" if there are none."""
     kinds: dict[tuple[str, int], dict[str, str]] = defaultdict(dict)

@@ -29,7 +29,6 @@ from w4a8.command.contents import (
     joined_not_in_vllm,
     of_model,
     of_packed,
-    packed_not_in_vllm,
 )
 from w4a8.command.headers import Header, read_headers
 from w4a8.command.model import HELP, find, hub_name
@@ -146,7 +145,7 @@ def _folder(name: str, path: Path) -> tuple[dict[str, Any], list[Layer], int | N
     answer["reading"] = 0 if packed else max(files.values())
     model, report = _loaded(path, headers)
     layers = list(of_packed(headers)) if packed else of_model(model, report)
-    answer["not_in_vllm"] = packed_not_in_vllm(layers) if packed else joined_not_in_vllm(layers)
+    answer["not_in_vllm"] = "" if packed else joined_not_in_vllm(layers)
     if source is not None and is_mixed(source):
         answer["not_in_vllm"] = "its 8-bit floats are vLLM's own there; leave --quantization w4a8 out"
     elif loading.is_rounded(path):

@@ -22,8 +22,6 @@ import torch
 
 from w4a8.checkpoint import packed_as_tensors
 from w4a8.command import loading
-from w4a8.command.contents import of_packed, packed_not_in_vllm
-from w4a8.command.headers import read_headers
 from w4a8.command.model import HELP, find
 from w4a8.command.report import UsageError, add_json, labelled, show
 from w4a8.command.verify import SUMS, write_sums
@@ -99,7 +97,6 @@ def run(args: argparse.Namespace) -> int:
         "files": files,
         "format": args.format,
         "no_tokenizer": without,
-        "not_in_vllm": "" if others else packed_not_in_vllm(of_packed(read_headers(out))),
         "seconds": round(time.perf_counter() - begin, 1),
     }
     show(answer, _text(answer), args.json)
@@ -244,8 +241,6 @@ def _text(answer: dict[str, Any]) -> list[str]:
     else:
         how = "loaded again, every weight the same number"
     rows.append(("checked", how))
-    if answer["not_in_vllm"]:
-        rows.append(("not in vLLM", answer["not_in_vllm"]))
     if answer["no_tokenizer"]:
         rows.append(("tokenizer", f"none is written: {' '.join(answer['no_tokenizer'].split())}"))
     return labelled(rows)

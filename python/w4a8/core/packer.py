@@ -104,6 +104,12 @@ def pack_experts(
     stored = {"w2" if shard == "w2" else "w13": weights[0] for shard, weights in experts.shards.items()}
     if ranks == 1 and all(weight.packed is not None for weight in stored.values()):
         packed = {stack: weight.packed() for stack, weight in stored.items()}
+        for stack, found in packed.items():
+            expected = read_header(found[0])
+            for expert in local:
+                header = read_header(found[expert])
+                if header != expected:
+                    raise ValueError(f"{stored[stack].name}: header of expert {expert} is {header}, not {expected}")
         forms = {stack: PackedAs.of_header(read_header(found[0])) for stack, found in packed.items()}
         if packed_as in (None, forms):
             is_part = len(local) < experts.experts

@@ -16,7 +16,7 @@ METHOD = "w4a8"
 FORMAT, VERSION = "packed", 1
 # Last part of a packed tensor's name -> the parameter of a float module that the packed tensor replaces.
 STANDS_FOR = {"packed": "weight", "w13_packed": "gate_up_proj", "w2_packed": "down_proj"}
-# The same for an embedding that the output layer shares. No layer of vLLM takes such a tensor.
+# The same for an embedding that the output layer shares.
 EMBEDDINGS = {"rows_packed": "weight"}
 ALL_STAND_FOR = {**STANDS_FOR, **EMBEDDINGS}
 # Projections that vLLM joins to one layer, which runs if all are of one kind.

@@ -1,5 +1,4 @@
-"""What the plugin for vLLM makes of a packed directory: tensors and a configuration of compressed-tensors, here without
-vLLM. Loaded as such, they give the same logits."""
+"""A packed directory as a compressed-tensors checkpoint: tensors and a configuration, which give the same logits."""
 
 import json
 import re
@@ -13,13 +12,12 @@ from test_quantize_transformers import make_model
 from w4a8.checkpoint.packed_as_tensors import (
     compressed_tensors_config,
     group_sizes,
-    only_whole,
+    problem_of,
     read_directory,
     unpacked,
 )
-from w4a8.core.matrix import Matrix, matrix_of
+from w4a8.core.matrix import Matrix
 from w4a8.formats.packed_directory import PackedTensor
-from w4a8.integrations.vllm.packed import joined, joined_bytes
 from w4a8.nn import W4A8Experts, W4A8Linear
 from w4a8.ops import read_header
 from w4a8.quantization import DEFAULT_SKIP
@@ -49,8 +47,7 @@ def read_config(directory):
 
 
 def as_tensors(directory):
-    _, stated, model_type = read_config(directory)
-    return compressed_tensors_config(read_directory(directory, stated), model_type)
+    return compressed_tensors_config(read_directory(directory, read_config(directory)[1]))
 
 
 @pytest.mark.parametrize(
@@ -102,22 +99,23 @@ def test_the_same_logits_of_8_bits(folder, tmp_path):
     config, stated, _ = read_config(tmp_path / "packed")
     found, directory = as_tensors(tmp_path / "packed"), read_directory(tmp_path / "packed", stated)
     groups = {group["weights"]["num_bits"]: group for group in found["config_groups"].values()}
-    # Activations are in groups, as by default for weight-only checkpoints.
     assert set(groups) == {4, 8} and groups[8]["input_activations"] is groups[4]["input_activations"] is None
-    assert not groups[8]["weights"]["symmetric"]
     experts = rf"re:{re.escape('model.layers.0.mlp.experts')}[.]"
     assert (experts in groups[8]["targets"]) == (folder == "gptq_experts")
     theirs = tmp_path / "theirs"
     theirs.mkdir()
     packed = load_file(tmp_path / "packed" / "model.safetensors")
-    tensors = {key: part.clone() for key, part in unpacked(packed.items(), directory.symmetric)}
+    tensors = {}
+    for key, packed_tensor in packed.items():
+        given = unpacked([(key, packed_tensor)], directory.is_symmetric(key.rpartition(".")[0]))
+        tensors.update((name, part.clone()) for name, part in given)
     save_file(tensors, theirs / "model.safetensors", metadata={"format": "pt"})
     (theirs / "config.json").write_text(json.dumps({**config, "quantization_config": found}))
     assert_same_bits(load(theirs)(TOKENS).logits, want(TOKENS).logits)
 
 
 def test_experts_of_4_and_8_bits(tmp_path):
-    """In one layer: only taken whole, as no rule of vLLM's is about w2 alone."""
+    """In one layer: no rule of a configuration is about w2 alone."""
     model = save_mixed(tmp_path, "gptq_experts")
     experts = model.model.layers[0].mlp.experts
     header = read_header(experts.w2_packed[0])
@@ -126,7 +124,7 @@ def test_experts_of_4_and_8_bits(tmp_path):
     experts.w2_packed = torch.ops.w4a8.dyn_quant_pack_4bit_weight(codes[..., ::2].contiguous(), scales, None, *sizes)
     model.save_pretrained(tmp_path / "packed")
     found = read_directory(tmp_path / "packed", read_config(tmp_path / "packed")[1])
-    assert only_whole(found.packed["model.layers.0.mlp.experts"], "qwen3_moe") == "experts of 4 and 8 bits"
+    assert problem_of(found.packed["model.layers.0.mlp.experts"], "qwen3_moe") == "experts of 4 and 8 bits"
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
     assert_same_bits(again(TOKENS).logits, model(TOKENS).logits)
     assert "int8" in repr(again.model.layers[0].mlp.experts)
@@ -151,7 +149,7 @@ def test_packed_before_the_first_release(tmp_path, version):
 
 
 def test_groups_of_several_sizes(tmp_path):
-    """The most frequent one is that of all linear layers; others are named."""
+    """The most frequent one comes first; all are named."""
     make_model("qwen3").bfloat16().save_pretrained(tmp_path / "float")
     parts = [
         AutoModelForCausalLM.from_pretrained(tmp_path / "float", quantization_config=W4A8Config(size))
@@ -164,21 +162,11 @@ def test_groups_of_several_sizes(tmp_path):
     found = as_tensors(tmp_path / "packed")
     groups = [(group["targets"], group["weights"].get("group_size")) for group in found["config_groups"].values()]
     # H = 64: groups of 64 are one per row there.
-    assert groups[0] == (["Linear"], None)
+    names = {f"model.layers.{i}.self_attn.{each}_proj" for i in (0, 1) for each in "qkvo"}
+    assert (set(groups[0][0]), groups[0][1]) == (names, None)
     assert groups[1] == ([rf"re:model\.layers\.{layer}\.mlp\.experts[.]" for layer in (0, 1)], 32)
     assert found["ignore"] == sorted(key.removesuffix(".weight") for key in load_file(
         tmp_path / "packed" / "model.safetensors") if key.endswith(".weight"))  # fmt: skip
-
-
-def test_what_only_whole_layers_can_take(tmp_path):
-    """It is in no configuration of compressed-tensors."""
-    save_packed(tmp_path, "qwen3", values="e2m1")
-    directory = tmp_path / "packed"
-    found = read_directory(directory, read_config(directory)[1])
-    assert {only_whole(parts, "qwen3_moe") for parts in found.packed.values()} == {"weights of type e2m1"}
-    assert as_tensors(directory)["config_groups"] == {}
-    with pytest.raises(ValueError, match=r"layers\.\S+packed\S* is e2m1, which a compressed-tensors checkpoint"):
-        list(unpacked(load_file(directory / "model.safetensors").items(), True))
 
 
 def test_gpt_oss(tmp_path):
@@ -188,10 +176,8 @@ def test_gpt_oss(tmp_path):
     _, stated, model_type = read_config(directory)
     assert model_type == "gpt_oss"
     for name, parts in read_directory(directory, stated).packed.items():
-        assert only_whole(parts, model_type) == (None if "packed" in parts else "experts of gpt_oss")
+        assert problem_of(parts, model_type) == (None if "packed" in parts else "experts of gpt_oss")
         assert name.endswith(".mlp.experts") == ("packed" not in parts)
-    (group,) = as_tensors(directory)["config_groups"].values()
-    assert group["targets"] == ["Linear"]
 
 
 def test_what_is_refused(tmp_path):
@@ -201,72 +187,12 @@ def test_what_is_refused(tmp_path):
         read_directory(tmp_path / "packed", {**stated, "version": 2})
     (directory := tmp_path / "embeddings").mkdir()
     save_file({"model.embed_tokens.rows_packed": torch.zeros(128, dtype=torch.uint8)}, directory / "model.safetensors")
-    with pytest.raises(ValueError, match=r"'model\.embed_tokens\.rows_packed' is packed embeddings, which vLLM has no"):
+    with pytest.raises(ValueError, match=r"^model\.embed_tokens\.rows_packed: "):
         read_directory(directory, stated)
-    with pytest.raises(ValueError, match=r"is missing from .*, though config\.json lists it as packed"):
+    with pytest.raises(ValueError, match="no packed tensors, though"):
         read_directory(tmp_path / "float", stated)
-    with pytest.raises(ValueError, match="no packed tensors, though"):  # of a directory older than that list
-        read_directory(tmp_path / "float", {key: value for key, value in stated.items() if key != "packed"})
     with pytest.raises(ValueError, match=r"nowhere is no local directory with \*\.safetensors files"):
         read_directory(tmp_path / "nowhere", stated)
-
-
-def rounded(n, options, bias=False):
-    linear = torch.nn.Linear(96, n, bias)
-    return linear, W4A8Linear.from_float(linear, 32, **options).packed
-
-
-@pytest.mark.parametrize(
-    "options", [{}, {"scale_dtype": torch.bfloat16}, {"symmetric": False}, {"values": "e2m1"}], ids=str
-)
-@pytest.mark.parametrize("sizes", [[48], [32, 16, 16], [5, 40, 1]], ids=str)
-@pytest.mark.parametrize("biased", [False, True])
-def test_joined_rows(options, sizes, biased):
-    """The bytes of the matrix of all rows, and as many as the headers say."""
-    parts = [rounded(n, options, biased) for n in sizes]
-    whole = torch.nn.Linear(96, sum(sizes), biased)
-    whole.weight.copy_(torch.cat([linear.weight for linear, _ in parts]))
-    if biased:
-        whole.bias.copy_(torch.cat([linear.bias for linear, _ in parts]))
-    want = W4A8Linear.from_float(whole, 32, **options).packed
-    headers = [read_header(packed) for _, packed in parts]
-    found = joined([matrix_of(packed, "part") for _, packed in parts], headers)
-    assert_same_bits(found, want)
-    assert joined_bytes(headers) == want.numel()
-
-
-@pytest.mark.parametrize("biased", [False, True])
-def test_joined_rows_of_8_bits(biased):
-    parts = []
-    for n, dtype in ((32, torch.bfloat16), (5, torch.float32)):
-        codes, zeros = (torch.randint(256, shape, dtype=torch.uint8) for shape in ((n, 96), (n, 3)))
-        parts.append(Matrix(codes, torch.rand(n, 3).to(dtype), zeros, "int8", torch.randn(n) if biased else None))
-    whole = Matrix(kind="int8", **{name: torch.cat([p.tensors()[name] for p in parts]) for name in parts[0].tensors()})
-    packed = [part.pack() for part in parts]
-    headers = [read_header(each) for each in packed]
-    found = joined([matrix_of(each, "part") for each in packed], headers)
-    assert_same_bits(found, whole.pack(torch.float32))
-    assert joined_bytes(headers) == found.numel()
-
-
-def test_joined_rows_of_different_kinds():
-    """Of those without zero points, a bias or float32 scales get them."""
-    (_, plain), (_, other) = rounded(20, {"scale_dtype": torch.bfloat16}), rounded(16, {"symmetric": False}, bias=True)
-    both = [matrix_of(packed, "part") for packed in (plain, other)]
-    headers = [read_header(plain), read_header(other)]
-    found = joined(both, headers)
-    assert joined_bytes(headers) == found.numel()
-    matrix = matrix_of(found, "both")
-    for part, rows in zip(both, (slice(20), slice(20, None))):
-        mine = matrix.with_rows(rows)
-        assert_same_bits(mine.codes, part.codes)
-        assert_same_bits(mine.scales, part.scales.float())
-        assert torch.equal(
-            mine.zero_points, torch.full_like(mine.zero_points, 8) if part is both[0] else part.zero_points
-        )
-        assert_same_bits(mine.bias, torch.zeros(20) if part is both[0] else part.bias)
-    with pytest.raises(ValueError, match=r"^part: "):
-        matrix_of(plain[:-64], "part")
 
 
 def test_damaged_tensors(tmp_path):
@@ -282,29 +208,15 @@ def test_damaged_tensors(tmp_path):
         list(unpacked(tensors.items(), True))
 
 
-@pytest.mark.parametrize(("asked", "bits"), [(-1, 8), (None, None)])
-def test_inputs_that_are_stated(asked, bits, tmp_path):
-    """int8 per token if the matrices were packed for that."""
-    source = Path(__file__).parents[2] / "tool_written" / "auto_round_mixed"
-    config = W4A8Config(activation_group=asked)
-    AutoModelForCausalLM.from_pretrained(source, quantization_config=config).save_pretrained(tmp_path / "packed")
-    schemes = {s["weights"]["num_bits"]: s for s in as_tensors(tmp_path / "packed")["config_groups"].values()}
-    assert (schemes[4]["input_activations"] or {}).get("num_bits") == bits
-    assert schemes[8]["input_activations"] is None
-
-
 REASONS = {
-    **dict.fromkeys(("Q4_1", "Q4_K", "Q2_K"), "minimums"),
-    "Q3_K": "super-scales",
-    **dict.fromkeys(("Q5_0", "Q5_1", "Q5_K", "Q6_K"), "weights of type int6"),
-    **dict.fromkeys(("IQ4_NL", "IQ4_XS"), "weights of type iq4"),
-    **dict.fromkeys(("Q4_0", "Q8_0")),
-    "MXFP4": "weights of type e2m1",
+    **dict.fromkeys(("Q4_1", "Q4_K", "Q2_K", "Q5_1", "Q5_K"), "minimums"),
+    **dict.fromkeys(("Q3_K", "Q6_K", "IQ4_XS"), "super-scales"),
+    **dict.fromkeys(("Q5_0", "Q4_0", "Q8_0", "IQ4_NL", "MXFP4")),
 }
 
 
 def test_a_directory_saved_of_a_gguf_file(tmp_path):
-    """What compressed-tensors does not have is only taken whole, and never unpacked without its minimums."""
+    """Weights are never unpacked without their minimums."""
     pytest.importorskip("gguf")
     from gguf_models import TinyModel
 
@@ -313,15 +225,15 @@ def test_a_directory_saved_of_a_gguf_file(tmp_path):
     AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf").save_pretrained(tmp_path / "packed")
     _, stated, model_type = read_config(tmp_path / "packed")
     directory = read_directory(tmp_path / "packed", stated)
-    reasons = {module: only_whole(parts, model_type) for module, parts in directory.packed.items()}
+    reasons = {module: problem_of(parts, model_type) for module, parts in directory.packed.items()}
     expected = {}
     for name, tensor in tiny.tensors.items():
         module = GGUF_NAMES.fullmatch(name)
         if module is not None and not isinstance(tensor, torch.Tensor):
             expected[f"model.layers.{module[1]}.self_attn.{module[2][0]}_proj"] = REASONS[tensor[0]]
     expected |= {
-        "model.layers.0.mlp.experts": "weights of type int6",
-        "model.layers.1.mlp.experts": "weights of type e2m1",
+        "model.layers.0.mlp.experts": "experts of 4 and 8 bits",
+        "model.layers.1.mlp.experts": None,
     }
     assert len(expected) == 10 and {name: reasons[name] for name in expected} == expected
     stacks = load_file(tmp_path / "packed" / "model.safetensors")
@@ -342,7 +254,7 @@ def test_experts_in_groups_of_two_sizes():
     headers = [{**read_header(packed(32)), "group": group} for group in (32, 16)]
     parts = {name: PackedTensor(header, (4, 100)) for name, header in zip(("w13_packed", "w2_packed"), headers)}
     assert group_sizes(parts) == {"w13_packed": 32, "w2_packed": 16}
-    assert only_whole(parts, "qwen3_moe") == "groups of 16 and 32"
+    assert problem_of(parts, "qwen3_moe") == "groups of 16 and 32"
 
 
 def packed(group):

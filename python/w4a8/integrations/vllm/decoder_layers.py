@@ -21,13 +21,12 @@ from w4a8.core.families import FAMILIES, Family
 from w4a8.integrations.vllm import attention, settings
 from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
-from w4a8.integrations.vllm.packed_layers import W4A8PackedLinearMethod
 from w4a8.integrations.vllm.products import products_of
 
 _ROTATIONS = (RotaryEmbedding.forward_native, DeepseekScalingRotaryEmbedding.forward_native)
 # vLLM's matrices of latent attention, and fields of ``Decoder.add_layer``.
 _LATENTS = (("W_UK_T", "k_up"), ("W_UV", "v_up"))
-_METHODS = (W4A8LinearMethod, CompressedTensorsLinearMethod, W4A8PackedLinearMethod)
+_METHODS = (W4A8LinearMethod, CompressedTensorsLinearMethod)
 # Activation of a dense MLP, by vLLM's class.
 _ACTIVATIONS = {"SiluAndMul": MoEActivation.SILU, "GeluAndMul": MoEActivation.GELU}
 

@@ -7,7 +7,7 @@ it for its worker processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,7 @@ from typing import Any
 import torch
 from vllm import envs
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.layers.fused_moe import RoutedExperts
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -31,9 +28,8 @@ from w4a8.checkpoint.gguf_names import Source
 from w4a8.core.json_fields import read_json
 from w4a8.core.memory import on_cpu
 from w4a8.core.threads import call_each
-from w4a8.core.weight import Floats, Weight
+from w4a8.core.weight import ExpertWeights, Floats, Weight
 from w4a8.integrations.selftest import missing, more_to_implement
-from w4a8.integrations.vllm.config import joined_from
 from w4a8.integrations.vllm.gguf_folder import (
     NAME,
     SAYS,
@@ -43,11 +39,9 @@ from w4a8.integrations.vllm.gguf_folder import (
     linears_of,
     sources_of_file,
 )
-from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod, lm_head_method
-from w4a8.integrations.vllm.moe import unsupported
-from w4a8.integrations.vllm.products import products_of
-from w4a8.integrations.vllm.pulled import Pulled, PulledMoEMethod
-from w4a8.integrations.vllm.settings import lm_head_is_set, read_arguments, say_int8
+from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod
+from w4a8.integrations.vllm.pulled import Pulled, PulledConfig, PulledMoEMethod, pulled_layers
+from w4a8.integrations.vllm.settings import read_arguments, say_int8
 
 FLOATS_AT_ONCE = 1 << 22
 # Names that users may give: the second is registered by a plugin for GPUs.
@@ -80,8 +74,10 @@ def take_file(arguments: Any) -> None:
         arguments.served_model_name = model
 
 
-class W4A8GGUFConfig(QuantizationConfig):
-    """Packs linear layers and experts in blocks unchanged; floats stay floats."""
+class W4A8GGUFConfig(PulledConfig):
+    """Packs linear layers and experts in blocks unchanged."""
+
+    says = "GGUF file"
 
     def __init__(self, path: str) -> None:
         """Of a file.
@@ -90,16 +86,14 @@ class W4A8GGUFConfig(QuantizationConfig):
             ValueError: the file cannot be run.
         """
         super().__init__()
-        self.path, linears = path, linears_of(path)
-        self.matrices: dict[str, tuple[str, ...]] = {}  # vLLM's name: tensors of two dimensions, one below the other
+        self.path, linears, self.matrices = path, linears_of(path), {}
         for source in sources_of_file(path).values():
             shapes = [linears.file.tensors[name].shape for name in source.tensors]
             is_matrix = source.checkpoint.endswith(".weight") and all(len(shape) == 2 for shape in shapes)
             if is_matrix and not source.of_experts and linears.joined_order(source.tensors) is None:
                 self.matrices[source.checkpoint.removesuffix(".weight")] = source.tensors
-        # If a layer has no value matrix, its keys are also its values (Gemma 4).
         self.keys_are_values = getattr(config_of_file(path), "attention_k_eq_v", False)
-        # vLLM's name: name in checkpoints. vLLM's models use either this name or transformers'.
+        # vLLM's models use either the name in checkpoints or transformers'.
         self.experts = {name: name for name in experts_of(path)}
         for parameter, source in sources_of_file(path).items():
             if source.of_experts:
@@ -119,69 +113,29 @@ class W4A8GGUFConfig(QuantizationConfig):
         """As upstream's."""
         return NAME
 
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Each type that the operators have."""
-        return [torch.float16, torch.bfloat16, torch.float32]
+    def weight(self, name: str) -> Weight | Floats:
+        """A tensor of two dimensions."""
+        return weight_of(linears_of(self.path), name)
 
-    @classmethod
-    def get_min_capability(cls) -> int:
-        """CPUs have no such number."""
-        return -1
+    def expert_weights(self, name: str) -> ExpertWeights:
+        """The experts of a layer."""
+        return experts_of(self.path)[name]
 
-    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
-        """Renames modules to vLLM's names."""
-        self.matrices = hf_to_vllm_mapper.apply_dict(self.matrices)
-        self.experts = hf_to_vllm_mapper.apply_dict(self.experts)
+    def is_float(self, name: str) -> bool:
+        """Whether a tensor is not in blocks."""
+        return linears_of(self.path).file.is_float(name)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """The method of a layer, or None (upstream's contract).
-
-        Raises:
-            ValueError: the layer cannot be run, or the file lacks a matrix.
-        """
-        if isinstance(layer, RoutedExperts):
-            return self._of_experts(layer, prefix)
-        is_head = isinstance(layer, ParallelLMHead)
-        method = self._of_linear(prefix) if is_head or isinstance(layer, LinearBase) else None
-        if method is None and isinstance(layer, LinearBase):
-            method = UnquantizedLinearMethod()
-        if method is None and is_head and not lm_head_is_set():
-            # In the bits of the embeddings in the file, if the embeddings are the output layer too.
-            names = self.matrices.get("model.embed_tokens")
-            if names is not None and not linears_of(self.path).file.is_float(names[0]):
-                method = self._pulled(prefix, names, is_shared=True)
-        if isinstance(method, W4A8LinearMethod):
+        """As above; says what becomes of activations."""
+        method = super().get_quant_method(layer, prefix)
+        if isinstance(getattr(method, "filler", method), (Pulled, PulledMoEMethod)):
             say_int8("GGUF")
-        return lm_head_method(layer, method)
-
-    def _pulled(self, prefix: str, tensors: Sequence[str], is_shared: bool = False) -> W4A8LinearMethod:
-        return W4A8LinearMethod(Pulled(prefix, self.path, weights_of(linears_of(self.path), tensors), is_shared))
-
-    def _of_linear(self, prefix: str) -> W4A8LinearMethod | None:
-        names = joined_from(prefix, self.packed_modules_mapping)
-        found = [tensor for name in names for tensor in self.matrices.get(name, ())]
-        lacking = [name for name in names if name not in self.matrices]
-        if lacking and lacking == [name for name in names if name.endswith(".v_proj")] and self.keys_are_values:
-            found, lacking = [*found, found[-1]], []
-        if found and lacking:
-            raise ValueError(f"w4a8: {self.path} holds no tensor for {', '.join(lacking)}")
-        if all(map(linears_of(self.path).file.is_float, found)):
-            return None
-        return self._pulled(prefix, found)
-
-    def _of_experts(self, layer: RoutedExperts, prefix: str) -> PulledMoEMethod:
-        if prefix not in self.experts:
-            raise ValueError(f"w4a8: {self.path} holds no tensors for {prefix}")
-        reason = unsupported(layer.moe_config)
-        if reason is not None:
-            raise ValueError(f"w4a8: {prefix}: experts of a GGUF file cannot be served with {reason}")
-        say_int8("GGUF")
-        return PulledMoEMethod(experts_of(self.path)[self.experts[prefix]], self.path, layer, prefix)
+        return method
 
 
-def weights_of(linears: GGUFLinears, tensors: Iterable[str]) -> list[Weight | Floats]:
-    """Tensors of two dimensions as weights."""
-    return [linears.floats(name) if linears.file.is_float(name) else linears.weight([name]) for name in tensors]
+def weight_of(linears: GGUFLinears, name: str) -> Weight | Floats:
+    """A tensor of two dimensions as a weight."""
+    return linears.floats(name) if linears.file.is_float(name) else linears.weight([name])
 
 
 class W4A8GGUFLoader(BaseModelLoader):
@@ -218,7 +172,7 @@ class _Filled:
         self._pack_output_layer()
         self.params = dict(self.model.named_parameters())
         params = {id(param): name for name, param in self.params.items()}
-        packed = [module for module in self.here.values() if products_of(module)]
+        packed = pulled_layers(self.model)
         mine = {params.pop(id(param), None) for module in packed for param in module.parameters(recurse=False)}
         call_each(lambda module: module.w4a8_filler.load(module), packed)
         embeddings = self._fill_embeddings()
@@ -234,10 +188,10 @@ class _Filled:
         """Packs the output layer of models that vLLM makes without asking for its method (gpt-oss)."""
         for source, mapped in self.sources:
             layer, name = self.here.get(mapped.removesuffix(".weight")), source.tensors[0]
-            if type(layer) is not ParallelLMHead or products_of(layer) or self.file.is_float(name):
+            if type(layer) is not ParallelLMHead or hasattr(layer, "w4a8_filler") or self.file.is_float(name):
                 continue
-            weights = weights_of(self.linears, [name])
-            layer.quant_method = W4A8LinearMethod(Pulled(layer.prefix, str(self.file.paths[0]), weights))
+            filler = Pulled(layer.prefix, str(self.file.paths[0]), [weight_of(self.linears, name)])
+            layer.quant_method = W4A8LinearMethod(filler)
             del layer.weight
             width, dtype = layer.embedding_dim, layer.params_dtype
             rows = layer.num_embeddings_per_partition, layer.num_embeddings_padded

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -16,6 +17,7 @@ from w4a8.core.kind import Kind
 from w4a8.core.matrix import SUPER, Matrix, PackedAs
 from w4a8.core.memory import fresh_bytes
 from w4a8.core.packer import ExpertPacker
+from w4a8.core.weight import Floats, Weight
 from w4a8.formats import Part, Scheme
 from w4a8.formats.mxfp4 import BLOCK
 
@@ -62,6 +64,28 @@ def random_matrix(rows: int, columns: int, group_size: int, form: PackedAs, has_
     if form.minimums and form.super_scales:
         more["super_minimums"] = more["super_scales"] * (kind.middle if kind.bits == 4 else 0)
     return Matrix(codes, scales, zeros, kind, small[:, 0] if has_bias else None, channels, **more)
+
+
+def random_weight(weight: Weight | Floats) -> Weight | Floats:
+    """A weight of random values in the place of one in files, of its form."""
+    if isinstance(weight, Floats):
+        size, has_bias = (weight.rows, weight.columns), weight.bias is not None
+
+        def floats(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+            values = torch.empty(size).uniform_(-1e-3, 1e-3).to(dtype)
+            return values, values[:, 0] if has_bias else None
+
+        return replace(weight, read=floats)
+    [(_, row)] = weight.read(0, 1)
+    has = {
+        name: getattr(row, name) is not None for name in ("zero_points", "channel_scales", "minimums", "super_scales")
+    }
+    form = PackedAs(row.kind, **has)
+
+    def matrices(begin: int, end: int) -> Iterator[tuple[int, Matrix]]:
+        yield 0, random_matrix(end - begin, weight.columns, weight.group, form, weight.bias is not None)
+
+    return replace(weight, read=matrices, packed=None)
 
 
 def loaded_parts(scheme: Scheme) -> dict[str, Part]:

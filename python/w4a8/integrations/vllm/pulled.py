@@ -6,13 +6,16 @@ form.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
+from types import MethodType
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.linear import QKVParallelLinear
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from w4a8.core.memory import fresh_bytes
@@ -20,14 +23,33 @@ from w4a8.core.packer import pack_experts, pack_rows
 from w4a8.core.weight import Cut, ExpertWeights, Floats, Weight
 from w4a8.core.weight_utils import replace_parameter
 from w4a8.formats import Scheme
-from w4a8.integrations.vllm.moe import W4A8MoEMethod
+from w4a8.integrations.vllm.config import joined_from
+from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod, lm_head_method
+from w4a8.integrations.vllm.loading import is_dummy_load, random_weight
+from w4a8.integrations.vllm.moe import W4A8MoEMethod, unsupported
 from w4a8.integrations.vllm.products import Product
-from w4a8.integrations.vllm.settings import activation_group
+from w4a8.integrations.vllm.settings import activation_group, lm_head_is_set
 
 
-def register_empty(layer: torch.nn.Module, name: str) -> None:
-    """Registers a parameter that is empty until the files are read."""
-    layer.register_parameter(name, torch.nn.Parameter(torch.empty(0, dtype=torch.uint8), requires_grad=False))
+def load_pulled(layer: torch.nn.Module, param: torch.Tensor, loaded_weight: Any) -> None:
+    """The loader of a parameter, bound to its layer (see ``load_expert``): reads all weights of the layer.
+
+    When vLLM loads other weights it calls this twice, first with a ``param`` on "meta" to count copied values.
+
+    Args:
+        layer, param: of vLLM.
+        loaded_weight: as of :meth:`Pulled.load`.
+    """
+    if not param.is_meta:
+        layer.w4a8_filler.load(layer, loaded_weight)
+
+
+def register_empty(layer: torch.nn.Module, names: Iterable[str]) -> None:
+    """Registers parameters that are empty until the files are read."""
+    for name in names:
+        param = torch.nn.Parameter(torch.empty(0, dtype=torch.uint8), requires_grad=False)
+        param.weight_loader = MethodType(load_pulled, layer)
+        layer.register_parameter(name, param)
 
 
 class Pulled:
@@ -67,8 +89,8 @@ class Pulled:
         is_padded = isinstance(layer, ParallelLMHead) and layer.tp_size > 1
         self.padding = sum(sizes) - self.runs[0][0].rows if is_padded else 0
         layer.w4a8 = [self._product(index, run) for index, run in enumerate(self.runs)]
-        for product in layer.w4a8:
-            register_empty(layer, product.parameter)
+        register_empty(layer, [product.parameter for product in layer.w4a8])
+        self.dummy = is_dummy_load()
 
     def _product(self, index: int, run: Sequence[Cut]) -> Product:
         first, columns, rows = run[0].weight, run[0].columns, sum(cut.rows for cut in run) + self.padding
@@ -106,6 +128,8 @@ class Pulled:
             raise ValueError(f"{self.says}: {error}") from error
         if getattr(layer, "bias", None) is not None:
             layer.bias.data.zero_()  # the packed matrix has it
+            if any(weight.bias for weight in self.weights):
+                layer.bias.weight_loader_numel = 0  # vLLM does not wait for it when it loads other weights
         self.is_loaded = True
 
     def _read(self, index: int, run: Sequence[Cut], product: Product) -> dict[str, torch.Tensor]:
@@ -118,8 +142,14 @@ class Pulled:
 
     def finish(self, layer: torch.nn.Module) -> None:
         """Raises ValueError if the files were not read."""
+        if self.dummy and not self.is_loaded:
+            self.load(layer, [random_weight(weight) for weight in self.weights])
         if not self.is_loaded:
             raise ValueError(f"{self.says}: nothing was read")
+
+    def again(self, find: Callable[[str], Any]) -> list[Weight | Floats]:
+        """The same weights of other files; ``find`` gives one by its name."""
+        return [find(weight.name) for weight in self.weights]
 
     def tie(self) -> bool:
         """An output layer keeps its own matrix."""
@@ -225,9 +255,9 @@ class PulledMoEMethod(W4A8MoEMethod):
             raise ValueError(f"{self.says}: {names} are {found}, expected {expected}")
         if not all(weight.is_fixed for weight in experts.all):
             self.groups_of_activations(activation_group())
-        for stack, _, _ in self.sizes.stacks:
-            register_empty(layer, f"{stack}_weight_packed")
         self.list_products(layer)
+        register_empty(layer, [product.parameter for product in layer.w4a8])
+        self.dummy = is_dummy_load()
         layer.w4a8_filler = self
 
     def load(self, layer: torch.nn.Module, experts: ExpertWeights | None = None) -> None:
@@ -250,6 +280,106 @@ class PulledMoEMethod(W4A8MoEMethod):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Raises ValueError if the files were not read."""
+        if self.dummy and not self.is_loaded:
+            shards = {shard: list(map(random_weight, found)) for shard, found in self.experts.shards.items()}
+            self.load(layer, replace(self.experts, shards=shards))
         if not self.is_loaded:
             raise ValueError(f"{self.says}: nothing was read")
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
+
+    def again(self, find: Callable[[str], Any]) -> ExpertWeights:
+        """As :meth:`Pulled.again`."""
+        shards = {shard: [find(each.name) for each in found] for shard, found in self.experts.shards.items()}
+        return replace(self.experts, shards=shards)
+
+
+def pulled_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The layers of a model whose weights are read from files."""
+    kinds = (Pulled, PulledMoEMethod)
+    return [module for module in model.modules() if isinstance(getattr(module, "w4a8_filler", None), kinds)]
+
+
+class PulledConfig(QuantizationConfig):
+    """A configuration of layers whose weights are read from files; floats stay floats.
+
+    Attributes:
+        path: of the files, for errors.
+        says: what the files are, for errors.
+        matrices: vLLM's name of a layer: names of its matrices in the files, one below the other.
+        experts: vLLM's name of a layer of experts: the name in the files.
+        embeddings: vLLM's name of embeddings whose matrix an output layer may share.
+        keys_are_values: if a layer has no value matrix, its keys are also its values (Gemma 4).
+    """
+
+    path: str
+    says: str
+    matrices: dict[str, tuple[str, ...]]
+    experts: dict[str, str]
+    embeddings = "model.embed_tokens"
+    keys_are_values = False
+
+    def weight(self, name: str) -> Weight | Floats:
+        """A matrix of the files."""
+        raise NotImplementedError
+
+    def expert_weights(self, name: str) -> ExpertWeights:
+        """The experts of a layer."""
+        raise NotImplementedError
+
+    def is_float(self, name: str) -> bool:
+        """Whether a matrix is not quantized."""
+        raise NotImplementedError
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """CPUs have no such number."""
+        return -1
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Each type that the operators have."""
+        return [torch.float16, torch.bfloat16, torch.float32]
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        """Renames modules to vLLM's names (upstream's contract)."""
+        self.matrices = hf_to_vllm_mapper.apply_dict(self.matrices)
+        self.experts = hf_to_vllm_mapper.apply_dict(self.experts)
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        """The method of a layer, or None (upstream's contract).
+
+        Raises:
+            ValueError: the layer cannot be run, or the files lack a matrix.
+        """
+        if isinstance(layer, RoutedExperts):
+            return self._of_experts(layer, prefix)
+        is_head = isinstance(layer, ParallelLMHead)
+        method = self._of_linear(prefix) if is_head or isinstance(layer, LinearBase) else None
+        if method is None and isinstance(layer, LinearBase):
+            method = UnquantizedLinearMethod()
+        if method is None and is_head and not lm_head_is_set():
+            # In the bits of the embeddings in the files, if the embeddings are the output layer too.
+            names = self.matrices.get(self.embeddings, ())
+            if names and not self.is_float(names[0]):
+                method = self._pulled(prefix, names, is_shared=True)
+        return lm_head_method(layer, method)
+
+    def _pulled(self, prefix: str, names: Sequence[str], is_shared: bool = False) -> W4A8LinearMethod:
+        return W4A8LinearMethod(Pulled(prefix, self.path, [self.weight(name) for name in names], is_shared))
+
+    def _of_linear(self, prefix: str) -> W4A8LinearMethod | None:
+        names = joined_from(prefix, self.packed_modules_mapping)
+        found = [name for each in names for name in self.matrices.get(each, ())]
+        lacking = [name for name in names if name not in self.matrices]
+        if lacking and lacking == [name for name in names if name.endswith(".v_proj")] and self.keys_are_values:
+            found, lacking = [*found, found[-1]], []
+        if found and lacking:
+            raise ValueError(f"w4a8: {self.path} holds no tensor for {', '.join(lacking)}")
+        return None if all(map(self.is_float, found)) else self._pulled(prefix, found)
+
+    def _of_experts(self, layer: RoutedExperts, prefix: str) -> PulledMoEMethod:
+        if prefix not in self.experts:
+            raise ValueError(f"w4a8: {self.path} holds no tensors for {prefix}")
+        reason = unsupported(layer.moe_config)
+        if reason is not None:
+            raise ValueError(f"w4a8: {prefix}: experts of a {self.says} cannot be served with {reason}")
+        return PulledMoEMethod(self.expert_weights(self.experts[prefix]), self.path, layer, prefix)
