@@ -59,8 +59,12 @@ class PackedSource:
             bias=torch.float32 if header["has_bias"] else None,
             activation_group=form.activation_group,
             is_fixed=True,
-            packed=lambda: self._slices[name][...],
+            packed=partial(self.tensor, name),
         )
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor as it is in the files, of which it may be a view."""
+        return self._slices[name][...]
 
     def matrix(self, name: str) -> Weight | Floats:
         """A packed matrix or stack, or a matrix of floats, by the whole name of its tensor.
@@ -81,8 +85,7 @@ class PackedSource:
 
     def _floats(self, name: str, bias: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As :attr:`Floats.read`."""
-        found = self._slices[name][...].to(dtype)
-        return found, self._slices[bias][...].to(dtype) if bias in self._slices else None
+        return self.tensor(name).to(dtype), self.tensor(bias).to(dtype) if bias in self._slices else None
 
     def layers(self, only: Callable[[str], bool] = lambda name: True) -> dict[str, list[Weight] | ExpertWeights]:
         """The linear layers, and the experts of each layer, by their names."""

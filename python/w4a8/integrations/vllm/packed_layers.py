@@ -18,6 +18,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from w4a8.checkpoint.packed_source import PackedSource, open_packed
 from w4a8.core.memory import on_cpu
+from w4a8.core.pages import Pages
 from w4a8.core.threads import call_each
 from w4a8.core.weight import ExpertWeights, Floats, Weight
 from w4a8.formats.packed_directory import EMBEDDINGS, METHOD, is_packed
@@ -106,11 +107,12 @@ class W4A8MethodConfig(W4A8FloatsConfig):
 
 def fill(model: torch.nn.Module, source: PackedSource) -> set[str]:
     """Lets the layers of a model read their weights; the names of tensors that nothing else needs."""
-    layers = pulled_layers(model)
+    layers, pages = pulled_layers(model), Pages(source.files)
 
     def read(layer: torch.nn.Module) -> None:
         param = getattr(layer, layer.w4a8[0].parameter)
         param.weight_loader(param, layer.w4a8_filler.again(source.matrix))
+        pages.release(map(source.tensor, layer.w4a8_filler.names))
 
     # Loading other weights, vLLM has put the parameters on "meta", and keeps books that are not for several threads.
     again = [layer for layer in layers if getattr(layer, layer.w4a8[0].parameter).is_meta]
