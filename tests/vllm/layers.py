@@ -13,7 +13,7 @@ from vllm.model_executor.layers.linear import RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from w4a8.formats import Scheme
-from w4a8.integrations.vllm.moe import W4A8MoEMethod
+from w4a8.integrations.vllm.moe import ReceivedExperts, W4A8MoEMethod
 
 HIDDEN, EXPERTS = 128, 2
 NAME = "model.layers.0.self_attn.qkv_proj"
@@ -122,6 +122,6 @@ def make_layer(
     layer.local_num_experts = EXPERTS
     layer._map_global_expert_id_to_local_expert_id = MethodType(lambda self, expert: expert, layer)
     scheme = Scheme(form, group_size, symmetric, bits=bits)
-    method = W4A8MoEMethod(scheme, layer, "model.layers.0.mlp.experts")
+    method = W4A8MoEMethod(ReceivedExperts(scheme), layer, "model.layers.0.mlp.experts")
     method.create_weights(layer, EXPERTS, HIDDEN, intermediate // tp_size, torch.bfloat16)
     return layer, method

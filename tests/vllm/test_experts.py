@@ -13,7 +13,7 @@ from w4a8.core.json_fields import CheckpointError
 from w4a8.formats import Scheme
 from w4a8.formats.compressed_tensors import scheme_of_args
 from w4a8.integrations.vllm import moe
-from w4a8.integrations.vllm.moe import W4A8MoEMethod, experts_method, unsupported
+from w4a8.integrations.vllm.moe import ReceivedExperts, W4A8MoEMethod, experts_method, unsupported
 from w4a8.nn import W4A8Experts
 
 
@@ -105,7 +105,7 @@ def test_the_numbers_are_computed_with(activation, numbers, kind):
     """The layer gives what the operator gives with them."""
     layer, made = make_layer(activation=activation)
     vars(layer.moe_config).update(numbers)
-    method = W4A8MoEMethod(made.scheme, layer, "experts")
+    method = W4A8MoEMethod(made.filler, layer, "experts")
     gated = not activation.endswith("no_mul")
     packed = W4A8Experts.from_float(torch.randn(EXPERTS, (1 + gated) * 64, HIDDEN), torch.randn(EXPERTS, HIDDEN, 64))
     for name in ("w13", "w2"):
@@ -140,9 +140,12 @@ def test_what_is_left_to_vllm(monkeypatch):
     monkeypatch.setattr(moe, "logger", lambda: log)
     layer, _ = make_layer(form="gptq")
     for bits in (4, 8):
-        assert experts_method(Scheme("gptq", 32, True, bits=bits), layer, "layers.0") is not None and not said
+        assert (
+            experts_method(ReceivedExperts(Scheme("gptq", 32, True, bits=bits)), layer, "layers.0") is not None
+            and not said
+        )
     layer.moe_config.is_lora_enabled = True
-    assert experts_method(Scheme("gptq", 32, True, bits=8), layer, "layers.0") is None
+    assert experts_method(ReceivedExperts(Scheme("gptq", 32, True, bits=8)), layer, "layers.0") is None
     assert said == ["w4a8: leaves layers of experts to vLLM, because of LoRA"]
     with pytest.raises(ValueError, match=r"intermediate size per partition 41: k .in_features. is 41, expected"):
         make_layer(-1, 41, form="gptq", bits=8)
@@ -250,7 +253,7 @@ def test_experts_of_8_bits_lack_something():
 def test_random_experts_of_8_bits(symmetric):
     """As ``--load-format dummy`` makes them."""
     layer, method = make_layer(form="gptq", symmetric=symmetric, bits=8)
-    method.dummy = True
+    method.filler.dummy = True
     method.process_weights_after_loading(layer)
     unpack = torch.ops.w4a8.dyn_quant_unpack_any_4bit_weight
     codes, scales, zeros, _, values, *_ = unpack(layer.w2_weight_packed, 32, 64, HIDDEN)
@@ -261,7 +264,7 @@ def test_random_experts_of_8_bits(symmetric):
 def test_random_experts_of_mxfp4():
     """Of the size of real ones: other weights fit in their place."""
     layer, method = make_layer(form="mxfp4", has_bias=True, activation="swigluoai")
-    method.dummy = True
+    method.filler.dummy = True
     method.process_weights_after_loading(layer)
     for stack, n, k in (("w13", 128, HIDDEN), ("w2", HIDDEN, 64)):
         packed = getattr(layer, f"{stack}_weight_packed")

@@ -8,7 +8,7 @@ from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVPar
 
 from w4a8.formats import Scheme
 from w4a8.integrations.vllm.configs import W4A8CompressedTensorsConfig, W4A8ModelOptConfig, W4A8QuarkConfig
-from w4a8.integrations.vllm.moe import W4A8QuarkGptOssMethod
+from w4a8.integrations.vllm.moe import QuarkGptOssExperts, W4A8QuarkGptOssMethod
 
 __all__ = ["rank"]  # a fixture
 
@@ -231,7 +231,8 @@ def test_a_missing_scale_of_experts(form):
 def empty_gpt_oss(layer):
     """Its method; parameters of gpt-oss's experts in the layer."""
     scheme = Scheme("quark-mxfp4", 32, True, weight_only="input_tensors is not int8")
-    method = W4A8QuarkGptOssMethod(scheme, make_layer(32, 64, has_bias=True, activation="swigluoai")[0], NAME)
+    made, _ = make_layer(32, 64, has_bias=True, activation="swigluoai")
+    method = W4A8QuarkGptOssMethod(QuarkGptOssExperts(scheme), made, NAME)
     method.create_weights(layer, 2, HIDDEN, 64, torch.bfloat16)
     return method
 

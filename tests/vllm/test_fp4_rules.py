@@ -140,7 +140,7 @@ def test_experts_of_gpt_oss_that_are_not_quantized(skipped, monkeypatch):
     with pytest.raises(ValueError, match=f"w4a8: {EXPERTS}: .*modules_to_not_convert names it, but vLLM's gpt-oss"):
         experts_of(config, EXPERTS, activation="swigluoai")
     other = experts_of(config, "model.layers.1.mlp.experts", activation="swigluoai")
-    assert isinstance(other, W4A8MoEMethod) and other.scheme.format == "mxfp4"
+    assert isinstance(other, W4A8MoEMethod) and other.filler.scheme.format == "mxfp4"
     assert isinstance(chosen(config, "model.layers.0.self_attn.o_proj"), UnquantizedLinearMethod)
     with pytest.raises(ValueError, match="modules_to_not_convert is 5, but a list is expected"):
         W4A8GptOssConfig.from_config({**stated, "modules_to_not_convert": 5})

@@ -23,7 +23,8 @@ from w4a8.core.matrix import Matrix, unpack_codes
 from w4a8.core.packer import pack_experts
 from w4a8.integrations.vllm.gguf import W4A8GGUFConfig
 from w4a8.integrations.vllm.gguf_folder import experts_of, linears_of
-from w4a8.integrations.vllm.pulled import PulledMoEMethod
+from w4a8.integrations.vllm.moe import W4A8MoEMethod
+from w4a8.integrations.vllm.pulled import PulledExperts
 
 MAPPING = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 ATTENTION, MLP = "model.layers.0.self_attn", "model.layers.0.mlp"
@@ -245,9 +246,9 @@ def experts_layer(path, name, *, tp=(0, 1), ep=None, intermediate=INTER):
     local = {expert: index for index, expert in enumerate(mine)}
     layer._map_global_expert_id_to_local_expert_id = MethodType(lambda self, expert: local.get(expert, -1), layer)
     (first, *_) = experts_of(str(path))
-    method = PulledMoEMethod(experts_of(str(path))[first], str(path), layer, f"{MLP}.experts")
+    method = W4A8MoEMethod(PulledExperts("experts", str(path), experts_of(str(path))[first]), layer, "experts")
     method.create_weights(layer, len(mine), HIDDEN, intermediate // tp[1], torch.bfloat16)
-    method.load(layer)
+    method.filler.load(layer)
     method.process_weights_after_loading(layer)
     return layer, method
 
@@ -272,7 +273,7 @@ def test_experts(name, rank, tmp_path):  # noqa: F811
 def test_experts_whose_blocks_would_be_cut(rank, tmp_path):  # noqa: F811
     path = TinyModel("qwen3moe").write(tmp_path)
     message = (
-        rf"w4a8: {MLP}.experts of .*model.gguf: 128 of the 512 columns of blk.0.ffn_down_exps.weight for each "
+        r"w4a8: experts of .*model.gguf: 128 of the 512 columns of blk.0.ffn_down_exps.weight for each "
         r"of 4 ranks cut blocks of 256 \(Q6_K\): expert parallelism does not \(--enable-expert-parallel\)"
     )
     with pytest.raises(ValueError, match=message):

@@ -18,8 +18,9 @@ import w4a8.integrations.transformers  # noqa: F401 (reads GGUF files)
 from w4a8.checkpoint.packed_source import open_packed
 from w4a8.core.packer import pack_experts, pack_rows
 from w4a8.core.weight import Cut, Floats
+from w4a8.integrations.vllm.moe import W4A8MoEMethod
 from w4a8.integrations.vllm.packed_layers import W4A8PackedConfig, read_packed
-from w4a8.integrations.vllm.pulled import Pulled, PulledMoEMethod
+from w4a8.integrations.vllm.pulled import Pulled, PulledExperts
 
 # Types of q, k, v, output, down.
 MIXED = {"attn_q": "Q4_K", "attn_k": "Q4_K", "attn_v": "Q6_K", "attn_output": "Q4_1", "ffn_down": "Q6_K"}
@@ -170,9 +171,10 @@ def experts_layer(config, *, tp=(0, 1), ep=None):
     moe.num_experts, moe.num_local_experts, moe.hidden_dim = EXPERTS, len(mine), HIDDEN
     local = {expert: index for index, expert in enumerate(mine)}
     layer._map_global_expert_id_to_local_expert_id = MethodType(lambda self, expert: local.get(expert, -1), layer)
-    method = PulledMoEMethod(config.expert_weights(f"{MLP}.experts"), config.path, layer, f"{MLP}.experts")
+    filler = PulledExperts("experts", config.path, config.expert_weights(f"{MLP}.experts"))
+    method = W4A8MoEMethod(filler, layer, "experts")
     method.create_weights(layer, len(mine), HIDDEN, INTER // tp[1], torch.bfloat16)
-    method.load(layer)
+    filler.load(layer)
     method.process_weights_after_loading(layer)
     return layer
 

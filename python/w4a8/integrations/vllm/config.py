@@ -15,7 +15,7 @@ from w4a8.formats import LeftOut, Scheme
 from w4a8.formats.matrix import check_consecutive
 from w4a8.integrations.vllm.linear_layers import lm_head_method, received
 from w4a8.integrations.vllm.log import logger
-from w4a8.integrations.vllm.moe import experts_method
+from w4a8.integrations.vllm.moe import ReceivedExperts, experts_method
 from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
 
 
@@ -111,7 +111,7 @@ class RunsLayersHere:
 
     def experts_method(self, scheme: Scheme, layer: RoutedExperts, prefix: str) -> Any:
         """The method of a layer of experts; None, with a warning, if it cannot be run here."""
-        return experts_method(scheme, layer, prefix)
+        return experts_method(ReceivedExperts(scheme), layer, prefix)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         """The method of a layer, or None (upstream's contract)."""

@@ -48,7 +48,7 @@ from w4a8.integrations.vllm.config import (
 from w4a8.integrations.vllm.kv_cache import KeepsKVCache
 from w4a8.integrations.vllm.linear_layers import W4A8LinearScheme
 from w4a8.integrations.vllm.log import logger
-from w4a8.integrations.vllm.moe import W4A8QuarkGptOssMethod, experts_method
+from w4a8.integrations.vllm.moe import QuarkGptOssExperts, W4A8QuarkGptOssMethod, experts_method
 from w4a8.integrations.vllm.received import Received
 from w4a8.integrations.vllm.settings import runs_w4a16, say_int8
 
@@ -424,7 +424,7 @@ class QuarkLayers(RunsLayersHere):
                 "vLLM's model does not fill them"
             )
             return None
-        return experts_method(scheme, layer, prefix, W4A8QuarkGptOssMethod)
+        return experts_method(QuarkGptOssExperts(scheme), layer, prefix, W4A8QuarkGptOssMethod)
 
     def scheme_of_layer(self, layer: torch.nn.Module, prefix: str) -> Scheme | LeftOut | None:
         """As :meth:`RunsLayersHere.scheme_of_layer`: how all matrices of the layer are stored, if they are alike.

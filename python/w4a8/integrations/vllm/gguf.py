@@ -40,7 +40,7 @@ from w4a8.integrations.vllm.gguf_folder import (
     sources_of_file,
 )
 from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod
-from w4a8.integrations.vllm.pulled import Pulled, PulledConfig, PulledMoEMethod, pulled_layers
+from w4a8.integrations.vllm.pulled import Pulled, PulledConfig, PulledExperts, pulled_layers
 from w4a8.integrations.vllm.settings import read_arguments, say_int8
 
 FLOATS_AT_ONCE = 1 << 22
@@ -128,7 +128,7 @@ class W4A8GGUFConfig(PulledConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         """As above; says what becomes of activations."""
         method = super().get_quant_method(layer, prefix)
-        if isinstance(getattr(method, "filler", method), (Pulled, PulledMoEMethod)):
+        if isinstance(getattr(method, "filler", None), (Pulled, PulledExperts)):
             say_int8("GGUF")
         return method
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
@@ -64,6 +64,22 @@ def unsupported(moe: Any) -> str | None:
     return None
 
 
+class ExpertsFiller(Protocol):
+    """Where the weights of a layer of experts come from."""
+
+    def group_sizes(self, intermediate: int, ranks: int) -> tuple[int, int]:
+        """Values of k that share a scale, of w13 and of w2; -1 is one scale for each row.
+
+        Raises ValueError if ``ranks`` parts of ``intermediate`` columns cut blocks.
+        """
+
+    def register(self, layer: torch.nn.Module, method: W4A8MoEMethod, params_dtype: torch.dtype) -> None:
+        """Registers the parameters of a layer with a method that knows the sizes."""
+
+    def finish(self, layer: torch.nn.Module) -> None:
+        """Lets the layer have its two stacks; raises ValueError if weights are missing. May be called again."""
+
+
 class W4A8MoEMethod(FusedMoEMethodBase):
     """4-bit or 8-bit experts with activations quantized to int8, per token or in groups.
 
@@ -71,11 +87,11 @@ class W4A8MoEMethod(FusedMoEMethodBase):
     experts by token id.
     """
 
-    def __init__(self, scheme: Scheme, layer: torch.nn.Module, layer_name: str) -> None:
+    def __init__(self, filler: ExpertsFiller, layer: torch.nn.Module, layer_name: str) -> None:
         """A method for one layer.
 
         Args:
-            scheme: of the matrices.
+            filler: where the weights come from.
             layer: vLLM's RoutedExperts, whose ``moe_config`` is not :func:`unsupported`.
             layer_name: for errors.
 
@@ -83,12 +99,13 @@ class W4A8MoEMethod(FusedMoEMethodBase):
             ValueError: groups that do not fit this rank's part of an expert; names the sizes.
         """
         super().__init__(layer.moe_config)
-        self.scheme, self.layer_name = scheme, layer_name
+        self.filler, self.layer_name = filler, layer_name
         moe, self.activation = layer.moe_config, _activation(layer.moe_config)
         # "silu" with a limit is the clamped form.
         self.numbers = GateNumbers(*(getattr(moe, name) for name in _SWIGLU))
         inner, gated = moe.intermediate_size // moe.moe_parallel_config.tp_size, self.activation.is_gated
-        self.sizes = ExpertSizes(moe.num_local_experts, moe.hidden_dim, inner, scheme.group_size, gated)
+        first, second = filler.group_sizes(inner, moe.moe_parallel_config.tp_size)
+        self.sizes = ExpertSizes(moe.num_local_experts, moe.hidden_dim, inner, first, gated, second)
         problem = self.sizes.unsupported()
         if problem is not None:
             raise ValueError(f"w4a8: {layer_name}: kernel does not support {problem}")
@@ -111,13 +128,18 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         """Takes the sizes of this rank's experts, and registers the parameters (upstream's contract).
 
         Raises:
-            ValueError: the activation group does not fit this rank's part of an expert; the sizes differ from a
-                subclass's file.
+            ValueError: the activation group does not fit this rank's part of an expert; the weights do not fit.
         """
         self.sizes = replace(
             self.sizes, experts=num_experts, hidden=hidden_size, intermediate=intermediate_size_per_partition
         )
-        self.register(layer, params_dtype)
+        groups = self.sizes.group_sizes
+        layer.w4a8 = [
+            Product(f"{stack}_weight_packed", rows, columns, columns if groups[stack] == -1 else groups[stack])
+            for stack, rows, columns in self.sizes.stacks
+        ]
+        layer.w4a8_filler = self.filler
+        self.filler.register(layer, self, params_dtype)
 
     def groups_of_activations(self, asked: int | None) -> dict[str, int]:
         """As :meth:`ExpertSizes.activation_groups`; an error names the layer."""
@@ -126,89 +148,9 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         except ValueError as error:
             raise ValueError(f"w4a8: {self.layer_name}: {error}") from None
 
-    def register(self, layer: torch.nn.Module, params_dtype: torch.dtype) -> None:
-        """Registers the parameters for vLLM's loader, and empty packed parameters."""
-        parallel, num_experts = self.moe.moe_parallel_config, self.sizes.experts
-        # vLLM itself cuts stacks of all experts.
-        cut = self.scheme.facts.is_stacked
-        layer.w4a8_loader = ExpertsLoader(
-            layer,
-            self.sizes,
-            self.scheme,
-            params_dtype if self.moe.has_bias else None,
-            tp_rank=0 if cut else parallel.tp_rank,
-            tp_size=1 if cut else parallel.tp_size,
-            w13_interleaved=self.activation == MoEActivation.SWIGLUOAI,
-            activation_groups=self.groups_of_activations(self.scheme.wanted_activation_group(activation_group())),
-        )
-        self._raw: list[str] = []
-        for stack, rows, columns in self.sizes.stacks:
-            halves = 2 if stack == "w13" and self.sizes.gated else 1
-            for suffix, part in loaded_parts(self.scheme).items():
-                number = part.kind == "global_scale"  # one for each matrix of a file
-                shape = (halves,) if number else part.shape(rows, columns, self.scheme.groups(columns))
-                counted = self.scheme.requires(part)
-                self._register(layer, f"{stack}_{suffix}", (num_experts, *shape), part.dtype, counted)
-            for suffix in self.scheme.facts.unused:
-                self._register(layer, f"{stack}_{suffix}", (num_experts, halves), torch.float32, False)
-            if self.moe.has_bias or self.scheme.facts.spare_biases:
-                self._register(layer, f"{stack}_bias", (num_experts, rows), params_dtype, self.moe.has_bias)
-            if self.scheme.states_shape:
-                # Stays when the rest is packed: when other weights are loaded, the last shapes come to a complete
-                # layer.
-                self._register(layer, f"{stack}_weight_shape", (num_experts, 2), torch.int64, False, meta=False)
-            elif self.scheme.weight != "weight_packed":
-                self._register(layer, f"{stack}_weight_packed", (0,), torch.uint8, True, meta=False)
-        self.dummy = is_dummy_load()
-        self.list_products(layer)
-
-    def list_products(self, layer: torch.nn.Module) -> None:
-        """Lists the two stacks in ``layer.w4a8``."""
-        groups = self.sizes.group_sizes
-        layer.w4a8 = [
-            Product(f"{stack}_weight_packed", rows, columns, columns if groups[stack] == -1 else groups[stack])
-            for stack, rows, columns in self.sizes.stacks
-        ]
-
-    def _register(
-        self,
-        layer: torch.nn.Module,
-        name: str,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        counted: bool,
-        meta: bool = True,
-    ) -> None:
-        """Registers a parameter; on "meta", its tensors go to the packer. vLLM waits for all counted values."""
-        data = torch.zeros(shape, dtype=dtype, device="meta" if meta else "cpu")
-        param = torch.nn.Parameter(data, requires_grad=False)
-        param.weight_loader = MethodType(load_expert, layer)
-        if not counted:
-            param.weight_loader_numel = 0
-        layer.register_parameter(name, param)
-        if meta:
-            self._raw.append(name)
-
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Takes the stacks packed while loading. vLLM calls this again after loading other weights.
-
-        Raises:
-            ValueError: the checkpoint did not have all weights of the layer.
-        """
-        loader = layer.w4a8_loader
-        if loader.nothing_new:
-            return
-        if self.dummy:
-            loader.fill_randomly()
-            self.dummy = False
-        else:
-            missing = loader.missing()
-            if missing:
-                raise ValueError(f"w4a8: {self.layer_name}: the checkpoint lacks weights: {', '.join(missing)}")
-        for name in self._raw:
-            replace_parameter(layer, name, torch.empty(0, dtype=torch.uint8))
-        for stack, packed in loader.pack().items():
-            replace_parameter(layer, f"{stack}_weight_packed", packed)
+        """As :meth:`ExpertsFiller.finish`; vLLM calls this again after loading other weights."""
+        self.filler.finish(layer)
         self.moe_quant_config = self.get_fused_moe_quant_config(layer)
 
     def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> Any:
@@ -253,6 +195,94 @@ class W4A8MoEMethod(FusedMoEMethodBase):
         return run_experts(x, topk_weights, topk_ids, *packed, *how)
 
 
+class ReceivedExperts:
+    """A filler of a layer of experts: tensors that vLLM's loaders push."""
+
+    def __init__(self, scheme: Scheme) -> None:
+        """Takes the scheme of the matrices."""
+        self.scheme = scheme
+
+    def group_sizes(self, intermediate: int, ranks: int) -> tuple[int, int]:
+        """As :meth:`ExpertsFiller.group_sizes`."""
+        return self.scheme.group_size, self.scheme.group_size
+
+    def register(self, layer: torch.nn.Module, method: W4A8MoEMethod, params_dtype: torch.dtype) -> None:
+        """Registers the parameters for vLLM's loader, and empty packed parameters."""
+        self.layer_name, sizes, moe = method.layer_name, method.sizes, method.moe
+        parallel, num_experts = moe.moe_parallel_config, sizes.experts
+        # vLLM itself cuts stacks of all experts.
+        cut = self.scheme.facts.is_stacked
+        layer.w4a8_loader = ExpertsLoader(
+            layer,
+            sizes,
+            self.scheme,
+            params_dtype if moe.has_bias else None,
+            tp_rank=0 if cut else parallel.tp_rank,
+            tp_size=1 if cut else parallel.tp_size,
+            w13_interleaved=method.activation == MoEActivation.SWIGLUOAI,
+            activation_groups=method.groups_of_activations(self.scheme.wanted_activation_group(activation_group())),
+        )
+        self._raw: list[str] = []
+        for stack, rows, columns in sizes.stacks:
+            halves = 2 if stack == "w13" and sizes.gated else 1
+            for suffix, part in loaded_parts(self.scheme).items():
+                number = part.kind == "global_scale"  # one for each matrix of a file
+                shape = (halves,) if number else part.shape(rows, columns, self.scheme.groups(columns))
+                counted = self.scheme.requires(part)
+                self._register(layer, f"{stack}_{suffix}", (num_experts, *shape), part.dtype, counted)
+            for suffix in self.scheme.facts.unused:
+                self._register(layer, f"{stack}_{suffix}", (num_experts, halves), torch.float32, False)
+            if moe.has_bias or self.scheme.facts.spare_biases:
+                self._register(layer, f"{stack}_bias", (num_experts, rows), params_dtype, moe.has_bias)
+            if self.scheme.states_shape:
+                # Stays when the rest is packed: when other weights are loaded, the last shapes come to a complete
+                # layer.
+                self._register(layer, f"{stack}_weight_shape", (num_experts, 2), torch.int64, False, meta=False)
+            elif self.scheme.weight != "weight_packed":
+                self._register(layer, f"{stack}_weight_packed", (0,), torch.uint8, True, meta=False)
+        self.dummy = is_dummy_load()
+
+    def _register(
+        self,
+        layer: torch.nn.Module,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        counted: bool,
+        meta: bool = True,
+    ) -> None:
+        """Registers a parameter; on "meta", its tensors go to the packer. vLLM waits for all counted values."""
+        data = torch.zeros(shape, dtype=dtype, device="meta" if meta else "cpu")
+        param = torch.nn.Parameter(data, requires_grad=False)
+        param.weight_loader = MethodType(load_expert, layer)
+        if not counted:
+            param.weight_loader_numel = 0
+        layer.register_parameter(name, param)
+        if meta:
+            self._raw.append(name)
+
+    def finish(self, layer: torch.nn.Module) -> None:
+        """Takes the stacks packed while loading. vLLM calls this again after loading other weights.
+
+        Raises:
+            ValueError: the checkpoint did not have all weights of the layer.
+        """
+        loader = layer.w4a8_loader
+        if loader.nothing_new:
+            return
+        if self.dummy:
+            loader.fill_randomly()
+            self.dummy = False
+        else:
+            missing = loader.missing()
+            if missing:
+                raise ValueError(f"w4a8: {self.layer_name}: the checkpoint lacks weights: {', '.join(missing)}")
+        for name in self._raw:
+            replace_parameter(layer, name, torch.empty(0, dtype=torch.uint8))
+        for stack, packed in loader.pack().items():
+            replace_parameter(layer, f"{stack}_weight_packed", packed)
+
+
 def _nothing(name: str) -> float:
     """Values of a parameter that is not filled: codes of -0, exponents that are no numbers, NaN for biases."""
     if name.endswith("_weight"):
@@ -260,32 +290,31 @@ def _nothing(name: str) -> float:
     return 255 if name.endswith("_weight_scale") else float("nan")
 
 
-class W4A8QuarkGptOssMethod(W4A8MoEMethod):
-    """The method of gpt-oss's experts in AMD Quark's form: with tensor parallelism, without expert parallelism.
+class QuarkGptOssExperts(ReceivedExperts):
+    """gpt-oss's experts in AMD Quark's form: with tensor parallelism, without expert parallelism.
 
     vLLM's model calls no loader for these experts: it copies tensors, cut for the rank, to global indices of parameters
     with the names of vLLM's own method. So the parameters have memory here, and are packed layer by layer after
     loading.
     """
 
-    weight_dtype = MXFP4.name  # vLLM's model asks for it
+    def __init__(self, scheme: Scheme) -> None:
+        """Takes the scheme. vLLM's model gives its tensors the shapes of gpt-oss's own MXFP4."""
+        super().__init__(replace(scheme, format=MXFP4.name))
 
-    def __init__(self, scheme: Scheme, layer: torch.nn.Module, layer_name: str) -> None:
-        """A method for one layer. vLLM's model gives its tensors the shapes of gpt-oss's own MXFP4."""
-        super().__init__(replace(scheme, format=MXFP4.name), layer, layer_name)
-
-    def register(self, layer: torch.nn.Module, params_dtype: torch.dtype) -> None:
+    def register(self, layer: torch.nn.Module, method: W4A8MoEMethod, params_dtype: torch.dtype) -> None:
         """Registers the parameters that vLLM's model fills."""
-        super().register(layer, params_dtype)
+        super().register(layer, method, params_dtype)
+        self.experts = method.sizes.experts
         for name in self._raw:
             meta = getattr(layer, name)
             data = torch.full(meta.shape, _nothing(name), dtype=meta.dtype, device="cpu")
             layer.register_parameter(name, torch.nn.Parameter(data, requires_grad=False))
         for stack in ("w13", "w2"):  # of inputs that are FP8 in other engines; nothing here needs it
-            scales = torch.zeros(self.sizes.experts, dtype=torch.float32, device="cpu")
+            scales = torch.zeros(self.experts, dtype=torch.float32, device="cpu")
             layer.register_parameter(f"{stack}_input_scale", torch.nn.Parameter(scales, requires_grad=False))
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def finish(self, layer: torch.nn.Module) -> None:
         """Packs the filled parameters; once.
 
         Raises:
@@ -298,20 +327,26 @@ class W4A8QuarkGptOssMethod(W4A8MoEMethod):
                     if (part.isnan() if nothing.isnan() else part == nothing).all():
                         message = f"the checkpoint lacks weights: {name} of expert {expert}"
                         raise ValueError(f"w4a8: {self.layer_name}: {message}")
-            for expert in range(self.sizes.experts):
+            for expert in range(self.experts):
                 for name in self._raw:
                     param = getattr(layer, name)
                     shard = f"gpt_oss_{name.partition('_')[0]}"
                     layer.w4a8_loader(param, param.data[expert], name, shard_id=shard, expert_id=expert)
-        super().process_weights_after_loading(layer)
+        super().finish(layer)
+
+
+class W4A8QuarkGptOssMethod(W4A8MoEMethod):
+    """The method of these experts."""
+
+    weight_dtype = MXFP4.name  # vLLM's model asks for it
 
 
 def experts_method(
-    scheme: Scheme, layer: torch.nn.Module, prefix: str, method: type[W4A8MoEMethod] = W4A8MoEMethod
+    filler: ExpertsFiller, layer: torch.nn.Module, prefix: str, method: type[W4A8MoEMethod] = W4A8MoEMethod
 ) -> W4A8MoEMethod | None:
     """The method of a layer of vLLM's RoutedExperts; None, with a warning, if it cannot be run here."""
     reason = unsupported(layer.moe_config)
     if reason is not None:
         logger().warning_once("w4a8: leaves layers of experts to vLLM, because of %s", reason)
         return None
-    return method(scheme, layer, prefix)
+    return method(filler, layer, prefix)

@@ -22,7 +22,6 @@ from w4a8.core.memory import fresh_bytes
 from w4a8.core.packer import pack_experts, pack_rows
 from w4a8.core.weight import Cut, ExpertWeights, Floats, Weight
 from w4a8.core.weight_utils import replace_parameter
-from w4a8.formats import Scheme
 from w4a8.integrations.vllm.config import joined_from
 from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod, lm_head_method
 from w4a8.integrations.vllm.loading import is_dummy_load, random_weight
@@ -210,66 +209,59 @@ def in_memory(packed: torch.Tensor, weights: Sequence[Weight]) -> torch.Tensor:
     return fresh_bytes(*packed.shape, packed=True).copy_(packed)
 
 
-class PulledMoEMethod(W4A8MoEMethod):
-    """The method of a layer of experts."""
+class PulledExperts:
+    """A filler of a layer of experts: this rank's part of weights."""
 
-    def __init__(self, experts: ExpertWeights, where: str, layer: torch.nn.Module, layer_name: str) -> None:
-        """A method for one layer.
-
-        Args:
-            experts: the weights.
-            where: name of the files, for errors.
-            layer: vLLM's RoutedExperts, whose ``moe_config`` is not :func:`unsupported`.
-            layer_name: for errors.
-
-        Raises:
-            ValueError: this rank's part of an expert cuts blocks.
-        """
-        super().__init__(Scheme("packed", -1, True), layer, layer_name)
-        self.says, self.is_loaded, self.experts = f"w4a8: {layer_name} of {where}", False, experts
+    def __init__(self, layer_name: str, where: str, experts: ExpertWeights) -> None:
+        """Takes the weights of a layer; its name, and that of the files, are for errors."""
+        self.says, self.experts, self.is_loaded = f"w4a8: {layer_name} of {where}", experts, False
         self.names = [weight.name for weight in experts.all]
-        first, second = experts.group_sizes
-        self.sizes = replace(self.sizes, group_size=first, w2_group_size=second)
         self.forms: dict[str, Any] | None = None  # once packed
-        down, mine = experts.shards["w2"][0], self.sizes.intermediate
-        ranks = self.moe.moe_parallel_config.tp_size
-        if mine * ranks == down.columns:
+
+    def group_sizes(self, intermediate: int, ranks: int) -> tuple[int, int]:
+        """As :meth:`ExpertsFiller.group_sizes`."""
+        down = self.experts.shards["w2"][0]
+        if intermediate * ranks == down.columns:
             try:
-                Cut.of_rank(down, down.rows, mine, 0, ranks)
+                Cut.of_rank(down, down.rows, intermediate, 0, ranks)
             except ValueError as error:
                 message = f"{self.says}: {error}: expert parallelism does not (--enable-expert-parallel)"
                 raise ValueError(message) from None
+        return self.experts.group_sizes
 
-    def register(self, layer: torch.nn.Module, params_dtype: torch.dtype) -> None:
+    def register(self, layer: torch.nn.Module, method: W4A8MoEMethod, params_dtype: torch.dtype) -> None:
         """``w13_weight_packed`` and ``w2_weight_packed``, empty until the files are read.
 
         Raises:
             ValueError: the weights do not fit the layer; the activation group does not fit.
         """
-        experts, ranks = self.experts, self.moe.moe_parallel_config.tp_size
+        experts, sizes, self.moe = self.experts, method.sizes, method.moe
         found = (experts.experts, experts.hidden, experts.intermediate, experts.is_gated, experts.bias is not None)
-        gated = self.sizes.gated
-        expected = (self.moe.num_experts, self.sizes.hidden, self.sizes.intermediate * ranks, gated, self.moe.has_bias)
+        inner = sizes.intermediate * self.moe.moe_parallel_config.tp_size
+        expected = (self.moe.num_experts, sizes.hidden, inner, sizes.gated, self.moe.has_bias)
         if found != expected:
             names = "(experts, hidden size, intermediate size, gate, bias)"
             raise ValueError(f"{self.says}: {names} are {found}, expected {expected}")
         if not all(weight.is_fixed for weight in experts.all):
-            self.groups_of_activations(activation_group())
-        self.list_products(layer)
+            method.groups_of_activations(activation_group())
         register_empty(layer, [product.parameter for product in layer.w4a8])
         self.dummy = is_dummy_load()
-        layer.w4a8_filler = self
 
     def load(self, layer: torch.nn.Module, experts: ExpertWeights | None = None) -> None:
         """Reads and packs the experts of this rank.
 
+        Args:
+            layer: of vLLM.
+            experts: others in the place of those given before, of the same forms.
+
         Raises:
             ValueError: gate and up are of different types, or values that the operators do not have.
         """
-        experts, parallel = experts or self.experts, self.moe.moe_parallel_config
+        parallel = self.moe.moe_parallel_config
         places = {layer._map_global_expert_id_to_local_expert_id(each): each for each in range(self.moe.num_experts)}
         local = [places[index] for index in sorted(places.keys() - {-1})]
         ranks = parallel.tp_rank, parallel.tp_size
+        experts = self.experts if experts is None else experts
         try:
             _, found, self.forms = pack_experts(experts, local, activation_group(), *ranks, packed_as=self.forms)
         except (ValueError, RuntimeError) as error:
@@ -278,24 +270,24 @@ class PulledMoEMethod(W4A8MoEMethod):
             replace_parameter(layer, f"{stack}_weight_packed", in_memory(packed, experts.all))
         self.is_loaded = True
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def finish(self, layer: torch.nn.Module) -> None:
         """Raises ValueError if the files were not read."""
         if self.dummy and not self.is_loaded:
-            shards = {shard: list(map(random_weight, found)) for shard, found in self.experts.shards.items()}
-            self.load(layer, replace(self.experts, shards=shards))
+            self.load(layer, self._of_each(random_weight))
         if not self.is_loaded:
             raise ValueError(f"{self.says}: nothing was read")
-        self.moe_quant_config = self.get_fused_moe_quant_config(layer)
 
     def again(self, find: Callable[[str], Any]) -> ExpertWeights:
         """As :meth:`Pulled.again`."""
-        shards = {shard: [find(each.name) for each in found] for shard, found in self.experts.shards.items()}
-        return replace(self.experts, shards=shards)
+        return self._of_each(lambda weight: find(weight.name))
+
+    def _of_each(self, other: Callable[[Weight], Weight]) -> ExpertWeights:
+        return replace(self.experts, shards={key: list(map(other, each)) for key, each in self.experts.shards.items()})
 
 
 def pulled_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The layers of a model whose weights are read from files."""
-    kinds = (Pulled, PulledMoEMethod)
+    kinds = (Pulled, PulledExperts)
     return [module for module in model.modules() if isinstance(getattr(module, "w4a8_filler", None), kinds)]
 
 
@@ -376,10 +368,11 @@ class PulledConfig(QuantizationConfig):
             raise ValueError(f"w4a8: {self.path} holds no tensor for {', '.join(lacking)}")
         return None if all(map(self.is_float, found)) else self._pulled(prefix, found)
 
-    def _of_experts(self, layer: RoutedExperts, prefix: str) -> PulledMoEMethod:
+    def _of_experts(self, layer: RoutedExperts, prefix: str) -> W4A8MoEMethod:
         if prefix not in self.experts:
             raise ValueError(f"w4a8: {self.path} holds no tensors for {prefix}")
         reason = unsupported(layer.moe_config)
         if reason is not None:
             raise ValueError(f"w4a8: {prefix}: experts of a {self.says} cannot be served with {reason}")
-        return PulledMoEMethod(self.expert_weights(self.experts[prefix]), self.path, layer, prefix)
+        filler = PulledExperts(prefix, self.path, self.expert_weights(self.experts[prefix]))
+        return W4A8MoEMethod(filler, layer, prefix)
