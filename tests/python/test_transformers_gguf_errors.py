@@ -33,7 +33,7 @@ BROKEN = {
     "a shape": ({}, {"blk.0.attn_norm.weight": torch.ones(4)},
         r"tensor 'blk.0.attn_norm.weight' has shape \(4,\), but \(256,\) is expected"),
     "unlike experts": ({}, {"blk.0.ffn_up_exps.weight": UNLIKE},
-        r"model.layers.0.mlp.experts: blk.0.ffn_up_exps: the codes are"),
+        r"model.layers.0.mlp.experts: blk.0.ffn_up_exps.weight: the codes are"),
     "a missing key": ({"expert_feed_forward_length": None}, {},
         r"qwen3moe.expert_feed_forward_length is None in the GGUF file, but a number above 0 is expected"),
     "a key": ({"attention.head_count": [4, 4]}, {},

@@ -157,7 +157,8 @@ class FolderSource:
                 elif reasons:
                     raise ValueError(reasons[0])
                 else:
-                    found[layer] = [self._stored(layer)] if mine == [layer] else self._experts(layer, mine)
+                    is_linear, has_bias = mine == [layer], "bias" in self.tensors[mine[0]]
+                    found[layer] = [self._stored(layer, has_bias)] if is_linear else self._experts(layer, mine)
             except ValueError as error:
                 raise CheckpointError(f"{layer}: {error}") from None
         for layer, reason in left.items():
@@ -177,7 +178,7 @@ class FolderSource:
             return "floats of 8 bits are rounded with a model alone (transformers, vLLM)"
         return scheme.reason if isinstance(scheme, LeftOut) else None
 
-    def _stored(self, name: str) -> Weight:
+    def _stored(self, name: str, has_bias: bool) -> Weight:
         """A weight of the shape that its tensors have."""
         scheme, parts = self.readable(name), self.tensors[name]
         if scheme.weight not in parts:
@@ -186,16 +187,17 @@ class FolderSource:
         if self.is_stacked:
             codes, experts = codes[1:], codes[:1]
         stated = parts["weight_shape"][...] if "weight_shape" in parts else None
-        return self.weight(name, (*experts, *scheme.shape(codes, name, stated)), "bias" in parts)
+        return self.weight(name, (*experts, *scheme.shape(codes, name, stated)), has_bias)
 
     def _experts(self, layer: str, names: Sequence[str]) -> ExpertWeights:
         shards: dict[str, list[Weight]] = {}
+        has_bias = all("bias" in self.tensors[name] for name in names)  # some tools write zeros for some experts
         for name in names:
             match = _EXPERT.fullmatch(name)
             mine = shards.setdefault(_SHARDS[match["projection"]], [])
             if match["expert"] is not None and int(match["expert"]) != len(mine):
                 raise ValueError(f"{name} is there, but expert {len(mine)} is not")
-            mine.append(self._stored(name))
+            mine.append(self._stored(name, has_bias))
         if "w3" in shards and "w1" not in shards:  # without a gate
             shards["w1"] = shards.pop("w3")
         if set(shards) not in _FAMILIES:
