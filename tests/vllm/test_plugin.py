@@ -151,7 +151,7 @@ LINEAR["AutoRound, int8 inputs"] = {**WEIGHT_ONLY["W4A8INCConfig"], "act_bits": 
 
 @pytest.mark.parametrize("name", LINEAR)
 def test_weight_only_is_one_rule(fresh, monkeypatch, name):
-    """What is weight-only to w4a8.load and transformers is so in vLLM, and on demand only that is left to vLLM."""
+    """What is weight-only to transformers is so in vLLM, and on demand only that is left to vLLM."""
     stated = LINEAR[name]
     name = "W4A8INCConfig" if name.startswith("AutoRound") else name
     cls = getattr(configs, name)
