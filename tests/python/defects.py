@@ -71,7 +71,7 @@ TENSORS = [
     (["AutoRound"], "*.scales", None, "^{first}.scales is missing"),
     (["GPTQ asymmetric", "AWQ"], "1.*", None, f"{LAYER}.2.down_proj is there, but expert 1 is not"),
     (INT, "2.*", None, "2 experts, but config.json says {{'num_experts': 3}}"),
-    (["GPTQ", *INT], "1.up_proj.bias", torch.ones(INTER), f"{LAYER}.1.up_proj has a bias, unlike the layer"),
+    (["GPTQ", *INT], "1.up_proj.bias", torch.ones(INTER), f"{LAYER}.1.up_proj has a bias, but the model has none"),
     *((WORDS, suffix, shorter(dim), "{key} ... {shape}") for suffix in ("qzeros", "scales") for dim in (0, 1)),
     *((WORDS, "2.down_proj.qweight", shorter(dim), f"{LAYER}.2.down_proj is [ ... ], but [64, 128] is expected") for dim in (0, 1)),
     *((WORDS, "q.qweight", shorter(dim), f"{QUERY}.") for dim in (0, 1)),
@@ -143,7 +143,7 @@ TENSORS = [
     *((["MXFP4"], f"{name}_proj_{suffix}", change, words) for name, suffix, change, words in (
         ("gate_up", "scales", None, "{key} is missing"),
         ("down", "blocks", None, "^matrices w13, but "),
-        ("down", "bias", None, f"{LAYER}.gate_up_proj has a bias, unlike the layer"),
+        ("down", "bias", None, f"{LAYER}.gate_up_proj has a bias, but the model has none"),
         ("gate_up", "blocks", lambda t: t[:2], "^model.layers.0.mlp.experts.gate_up_proj is of {{'bias': (3,), 'blocks': (2,), 'scales': (3,)}} experts, expected 2"),
         ("gate_up", "blocks", lambda t: t[:, :-1], f"{LAYER}.gate_up_proj is [127, 64], but [128, 64] is expected"),
         ("gate_up", "blocks", lambda t: t[..., :8], "{key} ... shape (128, 2, 8), but blocks of 32 make (128, 2, 16)"),

@@ -184,7 +184,7 @@ def test_twice_is_the_same():
 def test_errors():
     _, _, inputs = inputs_of(96)
     weight = torch.randn(8, 96)
-    with pytest.raises(ValueError, match="group_size is 64, expected -1 or a divisor of in_features = 96"):
+    with pytest.raises(ValueError, match=r"group .block_size. is 64, expected k = 96 .channelwise."):
         round_compensated(weight, QuantOptions(64), inputs)
     broken = weight.clone()
     broken[3, 5] = float("inf")

@@ -273,7 +273,7 @@ def test_the_checkpoint_example_of_the_formats(monkeypatch):
     pytest.importorskip("safetensors")
     monkeypatch.chdir(ROOT)
     scope = run_example("docs/formats.md", python_examples("docs/formats.md", 2)[0])
-    assert scope["y"].shape == (5, 256)
+    assert scope["y"].shape[0] == 5
     assert scope["y"].abs().max() > 0
 
 

@@ -381,7 +381,7 @@ def test_from_float_passes_the_options_on():
 def test_errors():
     weight = torch.randn(4, 64)
     for group in (96, 128):
-        with pytest.raises(ValueError, match=f"group_size is {group}, expected -1 or a divisor of in_features = 64"):
+        with pytest.raises(ValueError, match=rf"group .block_size. is {group}, expected k = 64 .channelwise."):
             round_weight(weight, QuantOptions(group))
     for effort in (-1, 3, True, "1"):
         with pytest.raises(ValueError, match=f"effort is {effort!r}, expected 0, 1 or 2"):

@@ -251,8 +251,8 @@ def test_the_scale_of_nvfp4(tmp_path):
 def test_activation_group(asked, got, tmp_path):
     TinyModel("qwen3moe").write(tmp_path)
     model = load(tmp_path, quantization_config=W4A8Config(activation_group=asked))
-    for module in packed_modules(model).values():
-        for packed in module.buffers():
+    for name, module in packed_modules(model).items():
+        for packed in () if "embed" in name else module.buffers():  # which nothing multiplies by
             assert w4a8.read_header(packed if packed.dim() == 1 else packed[0])["activation_group"] == got
     assert model.config.quantization_config.activation_group == asked
 

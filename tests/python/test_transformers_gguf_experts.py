@@ -28,7 +28,11 @@ def test_without_transformers(name, tmp_path):
     """`read_layers` gives the same bytes."""
     path = TinyModel(name).write(tmp_path)
     mine, theirs = (
-        sorted(bytes(torch.cat([each.flatten() for each in layer.buffers()]).numpy()) for layer in layers.values())
+        sorted(
+            bytes(torch.cat([each.flatten() for each in layer.buffers()]).numpy())
+            for key, layer in layers.items()
+            if "embed" not in key
+        )
         for layers in (packed_modules(load(tmp_path)), read_layers(path))
     )
     assert mine == theirs

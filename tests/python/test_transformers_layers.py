@@ -128,7 +128,7 @@ def test_checkpoint_with_a_quantized_layer_whose_weight_is_read(tmp_path):
     model.set_submodule(name, W4A8Linear.from_float(model.get_submodule(name)))
     model.config.quantization_config = W4A8Config()
     model.save_pretrained(tmp_path / "packed")
-    with pytest.raises(ValueError, match=f"{re.escape(name)} is packed, but {error}"):
+    with pytest.raises(ValueError, match=f"{re.escape(name)} is quantized, but {error}"):
         type(model).from_pretrained(tmp_path / "packed")
 
 

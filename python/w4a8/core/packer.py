@@ -114,6 +114,9 @@ def pack_experts(
         if packed_as in (None, forms):
             is_part = len(local) < experts.experts
             return sizes, {stack: found[list(local)] if is_part else found for stack, found in packed.items()}, forms
+    problem = sizes.unsupported()
+    if problem is not None:
+        raise ValueError(f"kernel does not support {problem}")
     wanted = {
         stack: wanted_activation_group([weight] if weight.is_fixed else experts.all, activation_group)
         for stack, weight in stored.items()

@@ -95,7 +95,8 @@ def test_features_that_are_none(name, axis, tmp_path):
     stored = rules_of(config["quantization_config"]).of(layer)
     tensors = without(form.random(64, HIDDEN, 32), axis, stored.parts)
     made = Checkpoint({f"{layer}.{suffix}": tensor for suffix, tensor in tensors.items()}, config)
-    with pytest.raises(CheckpointError, match=rf"{layer}\.\w+: shape \(.*\), which holds nothing"):
+    nothing = rf"{layer}(\.\w+: shape \(.*\), which holds nothing|: k .in_features. is 0, expected an even number)"
+    with pytest.raises(CheckpointError, match=nothing):
         read_layers(made.write(tmp_path / "linear"))
     with pytest.raises(ValueError, match=r"^m\.\w+: shape \(.*\), which holds nothing"):
         stored.read(tensors, "m")

@@ -52,6 +52,7 @@ class Modules:
         why_float: Callable[[str], str],
         problems: Mapping[str, str] | None = None,
         refuses_one: bool = False,
+        packed_one: Callable[[torch.nn.Module], object] = lambda module: None,
     ) -> None:
         """Takes the modules out of the model, which is on the meta device, until :meth:`finish`.
 
@@ -62,13 +63,14 @@ class Modules:
             activation_group: of :class:`W4A8Config`.
             why_float: why a large parameter, by its name, stays a float.
             problems: of modules, which are said if packing finds no other.
+            packed_one: called with each module that is in the model.
             refuses_one: within a dry run a module that cannot be packed is reported, and the next one is checked.
 
         Raises:
             ValueError: another module reads the weight of a module itself.
         """
         self.find, self.activation_group, self.why_float = find, activation_group, why_float
-        self.problems, self.refuses_one = problems or {}, refuses_one
+        self.problems, self.refuses_one, self.packed_one = problems or {}, refuses_one, packed_one
         self.old = {name: model.get_submodule(name) for name in names}
         self._tied: dict[str, str] = {}  # embedding: output layer
         for name, old in self.old.items():
@@ -111,6 +113,7 @@ class Modules:
                     report.skipped[name] = self.why_float(f"{name}.weight")
                     continue
                 report.replaced[name] = repr(new)
+                self.packed_one(new)
                 if guard.device == "meta" and kinds:
                     report.weights[name] = " and ".join(dict.fromkeys(kinds))
                 report.float_bytes += sum(weight.numel() * weight.element_size() for weight in old.parameters())

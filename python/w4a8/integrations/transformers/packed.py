@@ -9,6 +9,7 @@ import torch
 
 from w4a8.checkpoint.packed_source import PackedSource, experts_of
 from w4a8.core.memory import on_cpu
+from w4a8.core.pages import Pages
 from w4a8.formats.packed_directory import ALL_STAND_FOR
 from w4a8.integrations.transformers.modules import Found, Modules
 from w4a8.integrations.transformers.names import Names, refuse_missing
@@ -43,7 +44,11 @@ class PackedModules(Modules):
                 if parameter is not None:  # otherwise the model has no place for it
                     self.found.setdefault(parameter.rpartition(".")[0], {})[leaf] = module
         self.keys = {f"{module}.{leaf}" for parts in self.found.values() for leaf, module in parts.items()}
-        super().__init__(model, self.found, self._find, None, lambda parameter: "it is not packed in the directory")
+        pages = Pages(files)  # of the headers of all experts, which packed modules compare
+        super().__init__(
+            *(model, self.found, self._find, None, lambda parameter: "it is not packed in the directory"),
+            packed_one=lambda module: pages.release(module.buffers()),
+        )
         theirs = {f"^{re.escape(names.renamed(key))}$" for key in self.keys}
         model._keys_to_ignore_on_load_unexpected = theirs.union(model._keys_to_ignore_on_load_unexpected or ())
         refuse_missing(model, {names.renamed(key) for key in self.source.keys})
