@@ -1,7 +1,6 @@
 """``activation_group=``: what each way of packing gives without it, with it, and where it does not fit."""
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -141,11 +140,10 @@ def compressed(inputs):
     ids=str,
 )
 def test_what_checkpoints_say(config, module, expected):
-    """None is the default; what is asked for comes first, what is packed already before that."""
+    """None is the default; what is asked for comes first."""
     scheme = rules_of(config).of(module)
     assert scheme.wanted_activation_group(None) == expected
     assert scheme.wanted_activation_group(64) == 64
-    assert replace(scheme, activation_group=-1).wanted_activation_group(64) == -1
 
 
 def test_config_of_transformers():

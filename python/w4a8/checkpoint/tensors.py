@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from w4a8.core.json_fields import CheckpointError, check_regular, read_json, shorten
 
@@ -70,7 +73,7 @@ def file_of_each(directory: Path, keys: Mapping[str, Iterable[str]], index: Mapp
 
 
 def open_file(path: str) -> Any:
-    """A safetensors file, open for reading; the one place that opens files (but for transformers and vLLM).
+    """A safetensors file, open for reading its tensors one by one. A dry run puts another function here.
 
     Raises:
         CheckpointError: the file is missing, damaged, or no regular file.
@@ -109,7 +112,26 @@ def slices(files: Sequence[str]) -> Iterator[tuple[str, Any]]:
             raise CheckpointError(f"{file}: quantized weights are read from safetensors files only")
     handles, place = opened(files)
     for key in sorted(place, key=_natural):
-        yield key, handles[place[key]].get_slice(key)
+        part = handles[place[key]].get_slice(key)
+        if part.get_dtype() == "F8_E4M3" and not hasattr(torch, "float8_e4m3fn"):
+            part = _Bits(part, Path(files[0]).parent / place[key], key)
+        yield key, part
+
+
+class _Bits:
+    """A lazy tensor of a type that this torch does not have: its bytes, uint8."""
+
+    def __init__(self, part: Any, path: Path, key: str) -> None:
+        self.get_shape, self.get_dtype = part.get_shape, part.get_dtype
+        self._path, self._key = path, key
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        with self._path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            begin, end = json.loads(file.read(size))[self._key]["data_offsets"]
+            file.seek(8 + size + begin)
+            data = bytearray(file.read(end - begin))
+        return torch.tensor(data, dtype=torch.uint8).view(self.get_shape())[index]
 
 
 def _natural(name: str) -> list[tuple[Any, ...]]:

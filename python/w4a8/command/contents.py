@@ -64,6 +64,7 @@ def of_packed(headers: Mapping[str, Header]) -> Iterator[Layer]:
         ValueError: a tensor has the name of a packed matrix but not its header; names the tensor.
     """
     mapped, experts = Mapped(), {}
+    has_head = any(role_of(key.rpartition(".")[0], 2) == OUTPUT for key in headers)
     for key, header in headers.items():
         name, _, leaf = key.rpartition(".")
         if leaf not in ALL_STAND_FOR:
@@ -75,7 +76,7 @@ def of_packed(headers: Mapping[str, Header]) -> Iterator[Layer]:
         except ValueError as error:
             raise ValueError(f"{key}: {error}") from error
         if leaf in ("packed", "rows_packed"):
-            role = role_of(name, 2) if leaf == "packed" else OUTPUT
+            role = OUTPUT if leaf == "rows_packed" and not has_head else role_of(name, 2)
             yield Layer(name, role, RUNS, weights_in_words(said), "", header.bytes)
             continue
         old = experts.get(name)

@@ -16,10 +16,10 @@ METHOD = "w4a8"
 FORMAT, VERSION = "packed", 1
 # Last part of a packed tensor's name -> the parameter of a float module that the packed tensor replaces.
 STANDS_FOR = {"packed": "weight", "w13_packed": "gate_up_proj", "w2_packed": "down_proj"}
-# The same for an embedding that the output layer shares.
+# The same for an embedding, which an output layer may share.
 EMBEDDINGS = {"rows_packed": "weight"}
 ALL_STAND_FOR = {**STANDS_FOR, **EMBEDDINGS}
-# Projections that vLLM joins to one layer, which runs if all are of one kind.
+# Projections that vLLM joins to one layer; but for GGUF files and packed directories all must be of one kind.
 JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,6 @@ class Scheme:
         activation_order: ``gptq`` only: the configuration says ``desc_act``, so ``g_idx`` is required.
         weight_only: the setting by which inputs are not int8, in words; None: inputs are int8 per token.
         bits: bits of a code: 4, or 8 in ``gptq`` and ``pack-quantized``.
-        activation_group: activation group of a packed directory that is read as another format; else None.
     """
 
     format: str
@@ -37,16 +36,12 @@ class Scheme:
     activation_order: bool = False
     weight_only: str | None = None
     bits: int = 4
-    activation_group: int | None = None
 
     def wanted_activation_group(self, asked: int | None) -> int | None:
         """The ``asked`` argument for :func:`w4a8.core.activation_groups.resolve_activation_group`.
 
-        The activation group of a packed directory; else ``asked``; else per token where the configuration has int8
-        inputs; else None, the default.
+        ``asked``, if it is not None; else per token where the configuration has int8 inputs; else None, the default.
         """
-        if self.activation_group is not None:
-            return self.activation_group
         return PER_TOKEN if asked is None and self.weight_only is None else asked
 
     @property
@@ -135,12 +130,6 @@ class Scheme:
         part = next(part for part in self.parts if part.kind == "zero_points")
         words = take({part.suffix: tensor}, name, part.suffix, (part.dtype,), 2)
         checked_zeros(self.facts.spare_zeros(words, self), name, part.suffix, True, self.bits)
-
-
-def wanted_by_all(schemes: Iterable[Scheme], asked: int | None) -> int | None:
-    """:meth:`Scheme.wanted_activation_group` for one layer's experts: per token if any expert wants per token."""
-    wanted = [each.wanted_activation_group(asked) for each in schemes]
-    return PER_TOKEN if PER_TOKEN in wanted else wanted[0]
 
 
 @dataclass(frozen=True)

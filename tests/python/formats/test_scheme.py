@@ -4,9 +4,9 @@ import pytest
 import torch
 from tool_formats import least_zero, store, store_mxfp4, store_nvfp4
 
+from w4a8.core.weight import Weight, wanted_activation_group
 from w4a8.formats import Scheme
 from w4a8.formats.format import Part
-from w4a8.formats.scheme import wanted_by_all
 
 ROWS, COLUMNS, GROUP = 16, 128, 32
 
@@ -142,10 +142,15 @@ def test_a_format_that_is_not_known():
         _ = Scheme("new", GROUP, True).parts
 
 
-def test_activation_group_of_a_layer_of_experts():
-    """Per token if one of them wants that; what is asked for goes before."""
-    int8, weight_only = Scheme("gptq", 32, True), Scheme("gptq", 32, True, weight_only="quant_method is 'gptq'")
-    for one, other in ((int8, weight_only), (weight_only, int8)):
-        assert wanted_by_all((one, other), None) == -1
-        assert wanted_by_all((one, other), 64) == 64
-    assert wanted_by_all((weight_only, weight_only), None) is None
+def test_activation_group_of_weights_that_run_together():
+    """Per token if one of the files says so; what is asked for goes before, what is packed already before that."""
+
+    def of(activation_group, is_fixed=False):
+        how = {"activation_group": activation_group, "is_fixed": is_fixed}
+        return Weight("w", (16, 32), 32, lambda begin, end: iter(()), **how)
+
+    for both in ((of(-1), of(None)), (of(None), of(-1))):
+        assert wanted_activation_group(both, None) == -1
+        assert wanted_activation_group(both, 64) == 64
+    assert wanted_activation_group((of(None), of(None)), None) is None
+    assert wanted_activation_group((of(32, is_fixed=True),), 64) == 32

@@ -26,7 +26,6 @@ _SMALL = {
     part.suffix for each in FORMATS.values() for part in each.parts if part.kind not in ("weight", "weight_scale")
 }
 _SMALL |= {"bias"}
-# Of those a view is taken, and the header is read.
 
 
 @contextmanager

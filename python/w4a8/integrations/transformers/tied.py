@@ -1,6 +1,6 @@
-"""Packed layers in a model that transformers is still loading: stand-ins for ``_init_weights``, and an output layer.
+"""Packed layers in a model that transformers is still loading: stand-ins for ``_init_weights``, and embeddings.
 
-The output layer shares the packed bytes of the embeddings.
+An output layer that shares the weight of an embedding shares its packed bytes.
 """
 
 from __future__ import annotations

@@ -348,8 +348,8 @@ class PulledConfig(QuantizationConfig):
         method = self._of_linear(prefix) if is_head or isinstance(layer, LinearBase) else None
         if method is None and isinstance(layer, LinearBase):
             method = UnquantizedLinearMethod()
-        if method is None and is_head and not lm_head_is_set():
-            # In the bits of the embeddings in the files, if the embeddings are the output layer too.
+        if method is None and is_head and prefix not in self.matrices and not lm_head_is_set():
+            # No matrix of its own: in the bits of the embeddings in the files, which are the output layer too.
             names = self.matrices.get(self.embeddings, ())
             if names and not self.is_float(names[0]):
                 method = self._pulled(prefix, names, is_shared=True)
