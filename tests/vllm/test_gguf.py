@@ -23,6 +23,7 @@ from w4a8.core.matrix import Matrix, unpack_codes
 from w4a8.core.packer import pack_experts
 from w4a8.integrations.vllm.gguf import W4A8GGUFConfig
 from w4a8.integrations.vllm.gguf_folder import experts_of, linears_of
+from w4a8.integrations.vllm.linear_layers import Rounded
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
 from w4a8.integrations.vllm.pulled import PulledExperts
 
@@ -229,6 +230,15 @@ def test_an_output_layer_that_shares_the_embeddings(rank, tmp_path, monkeypatch)
         monkeypatch.setenv("W4A8_VLLM_LM_HEAD", value)
         other = ParallelLMHead(VOCAB, HIDDEN, quant_config=config, prefix="lm_head")
         assert hasattr(other, "weight")
+
+
+def test_an_output_layer_of_floats_beside_embeddings_in_blocks(rank, tmp_path):  # noqa: F811
+    """llama-quantize --leave-output-tensor: vLLM loads its own matrix, which is rounded."""
+    tiny = TinyModel("llama")
+    tiny.tensors["output.weight"] = torch.randn(VOCAB, HIDDEN)
+    rank(0, 1)
+    layer = ParallelLMHead(VOCAB, HIDDEN, quant_config=config_of(tiny.write(tmp_path)), prefix="lm_head")
+    assert isinstance(layer.w4a8_filler, Rounded) and layer.weight.shape[1] == HIDDEN
 
 
 # ---- experts ----
