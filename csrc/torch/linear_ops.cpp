@@ -254,7 +254,7 @@ UnpackedAny unpack_tensor(const Tensor& packed_weights, int64_t block_size, int6
              ", expected int4: dyn_quant_unpack_any_4bit_weight unpacks every kind");
   const Tensor which = rows.has_value() ? dense(*rows) : Tensor();
   const int64_t* const numbers = which.defined() ? checked_rows(which, packed, out_features) : nullptr;
-  UnpackedAny out = empty_unpacked(packed, shape, numbers == nullptr ? out_features : which.numel());
+  UnpackedAny out = empty_unpacked(packed, shape, which.defined() ? which.numel() : out_features);
   const auto& [weights, scales, zero_points, bias, values, channel_scales, minimums, super_scales, super_minimums,
                activation_group] = out;
   // Of one matrix of a stack; null if there are none.
@@ -275,10 +275,10 @@ UnpackedAny unpack_tensor(const Tensor& packed_weights, int64_t block_size, int6
                                 part(minimums, e),
                                 static_cast<uint16_t*>(part(super_scales, e)),
                                 static_cast<uint16_t*>(part(super_minimums, e))};
-    if (numbers == nullptr) {
-      unpack(matrix, to, parallel);
-    } else {
+    if (which.defined()) {
       unpack_rows(matrix, numbers, which.numel(), to, parallel);
+    } else {
+      unpack(matrix, to, parallel);
     }
   }
   return out;

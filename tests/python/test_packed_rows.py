@@ -70,6 +70,8 @@ def test_rows(name):
     assert_same_bits(floats_of_rows(packed, which), matrix.floats()[which])
     assert_same_bits(floats_of_rows(packed, which[:1].int(), torch.bfloat16), matrix.floats()[which[:1]].bfloat16())
     assert floats_of_rows(packed, which[:0]).shape == (0, matrix.columns)
+    none = w4a8.dyn_quant_unpack_any_4bit_weight(packed, matrix.group, matrix.columns, N, which[:0])
+    assert none.weights.shape[0] == none.scales_zeros.shape[0] == 0
 
 
 @pytest.mark.parametrize("name", MATRICES)
