@@ -9,7 +9,7 @@ from typing import Protocol
 from w4a8.checkpoint.folder import FolderSource
 from w4a8.checkpoint.gguf_file import GGUFFile, gguf_in
 from w4a8.checkpoint.gguf_linear import GGUFLinears
-from w4a8.checkpoint.packed_source import PackedSource
+from w4a8.checkpoint.packed_source import open_packed
 from w4a8.checkpoint.tensors import files_of, read_index
 from w4a8.core.json_fields import CheckpointError, read_json
 from w4a8.core.memory import on_cpu
@@ -52,7 +52,7 @@ def open_source(path: str | Path) -> Source:
     files = [str(folder / name) for name in files_of(folder, read_index(folder))]
     if not files:
         raise CheckpointError(f"{folder} holds no *.safetensors file")
-    return PackedSource(files, config.get("packed")) if is_packed(config) else FolderSource(files, config, model)
+    return open_packed(folder, config) if is_packed(config) else FolderSource(files, config, model)
 
 
 def read_layers(

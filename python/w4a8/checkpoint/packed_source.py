@@ -42,7 +42,7 @@ class PackedSource:
             raise ValueError(
                 f"{', '.join(map(str, files)) or 'no file'}: no packed tensors, though config.json says so"
             )
-        check_listed(listed, self.keys, str(files[0]).rpartition("/")[0])
+        check_listed(listed, self.keys, str(Path(files[0]).parent))
 
     def weight(self, module: str, leaf: str) -> Weight:
         """A packed matrix or stack: ``leaf`` is the last part of its name."""

@@ -73,6 +73,12 @@ class ExpertSizes:
                 raise ValueError(f"{name}: {error}") from None
         return found
 
+    def check(self) -> None:
+        """Raises ValueError if experts of these sizes cannot be packed."""
+        problem = self.unsupported()
+        if problem is not None:
+            raise ValueError(f"kernel does not support {problem}")
+
     def unsupported(self) -> str | None:
         """Why experts of these sizes cannot be packed, in words, or None."""
         names = {"w13": "hidden size", "w2": "intermediate size per partition"}

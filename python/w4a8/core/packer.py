@@ -103,20 +103,18 @@ def pack_experts(
     sizes = ExpertSizes(len(local), experts.hidden, part, group, experts.is_gated, down)
     stored = {"w2" if shard == "w2" else "w13": weights[0] for shard, weights in experts.shards.items()}
     if ranks == 1 and all(weight.packed is not None for weight in stored.values()):
-        packed = {stack: weight.packed() for stack, weight in stored.items()}
+        packed, forms = {stack: weight.packed() for stack, weight in stored.items()}, {}
         for stack, found in packed.items():
             expected = read_header(found[0])
+            forms[stack] = PackedAs.of_header(expected)
             for expert in local:
                 header = read_header(found[expert])
                 if header != expected:
                     raise ValueError(f"{stored[stack].name}: header of expert {expert} is {header}, not {expected}")
-        forms = {stack: PackedAs.of_header(read_header(found[0])) for stack, found in packed.items()}
         if packed_as in (None, forms):
             is_part = len(local) < experts.experts
             return sizes, {stack: found[list(local)] if is_part else found for stack, found in packed.items()}, forms
-    problem = sizes.unsupported()
-    if problem is not None:
-        raise ValueError(f"kernel does not support {problem}")
+    sizes.check()
     wanted = {
         stack: wanted_activation_group([weight] if weight.is_fixed else experts.all, activation_group)
         for stack, weight in stored.items()
@@ -168,9 +166,7 @@ class ExpertPacker:
         Raises:
             ValueError: H or I is no multiple of the group size, or odd.
         """
-        problem = sizes.unsupported()
-        if problem is not None:
-            raise ValueError(f"kernel does not support {problem}")
+        sizes.check()
         self.sizes = sizes
         self.has_bias = bias_dtype is not None
         self._tp_rank, self._tp_size = tp_rank, tp_size

@@ -42,6 +42,16 @@ class Weight:
     is_fixed: bool = False
     packed: Callable[[], torch.Tensor] | None = None
 
+    @classmethod
+    def of(cls, matrix: Matrix, name: str, group: int) -> Weight:
+        """A matrix that has been read as a weight."""
+        return cls(
+            name,
+            (matrix.rows, matrix.columns),
+            group,
+            lambda begin, end: iter([(0, matrix.with_rows(slice(begin, end)))]),
+        )
+
     @property
     def rows(self) -> int:
         """N."""

@@ -213,9 +213,6 @@ class PrequantizedModules(Modules):
             shape, scheme = shapes.get(shard, (inner, hidden)), self.source.readable(names[0])
             groups_of(shape[-1], scheme.group_size, names[0], scheme.weight)
             if self.source.is_stacked:
-                sizes = {suffix: part.get_shape()[0] for suffix, part in self.source.tensors[names[0]].items()}
-                if set(sizes.values()) != {count}:
-                    raise ValueError(f"{names[0]} is of {sizes} experts, expected {count}")
                 shape = (count, *shape)
             found[shard] = [self.source.weight(each, shape, biased) for each in names]
         return ExpertWeights(name, found, interleaved=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +14,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from w4a8.core.weight_utils import replace_parameter
 from w4a8.formats import Scheme
 from w4a8.integrations.vllm.log import logger
-from w4a8.integrations.vllm.products import Product, multiply
+from w4a8.integrations.vllm.products import Product, Share, multiply
 from w4a8.integrations.vllm.received import Received
 from w4a8.integrations.vllm.settings import LM_HEAD_SWITCH, activation_group, lm_head_bits, lm_head_is_set
 from w4a8.nn import QuantOptions
@@ -24,24 +24,8 @@ from w4a8.nn.rounding import round_weight
 class Filler(Protocol):
     """Where the weights of a layer come from."""
 
-    def register(
-        self,
-        layer: torch.nn.Module,
-        columns: int,
-        sizes: Sequence[int],
-        all_columns: int,
-        dtype: torch.dtype,
-        load: Callable | None,
-    ) -> None:
-        """Registers the parameters of a layer, and its products in ``layer.w4a8``.
-
-        Args:
-            layer: of vLLM.
-            columns, sizes: input features, and output features of each part, on this rank.
-            all_columns: input features on all ranks.
-            dtype: of the model.
-            load: vLLM's loader of a parameter, which cuts for the rank.
-        """
+    def register(self, layer: torch.nn.Module, share: Share) -> None:
+        """Registers the parameters of a layer of vLLM, and its products in ``layer.w4a8``."""
 
     def finish(self, layer: torch.nn.Module) -> None:
         """Lets the layer have all its products; raises ValueError if weights are missing. May be called again."""
@@ -71,8 +55,8 @@ class W4A8LinearMethod(LinearMethodBase):
     ) -> None:
         """As :meth:`Filler.register` (upstream's contract)."""
         layer.w4a8_filler = self.filler
-        sizes = output_partition_sizes, input_size
-        self.filler.register(layer, input_size_per_partition, *sizes, params_dtype, weight_loader)
+        sizes = input_size_per_partition, output_partition_sizes, input_size
+        self.filler.register(layer, Share(*sizes, params_dtype, weight_loader))
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """As :meth:`Filler.finish`; vLLM calls this again after loading other weights."""
@@ -134,7 +118,8 @@ def lm_head_method(layer: torch.nn.Module, method: Any, by_default: bool = True)
         return method
     if method is not None and not isinstance(method, (UnquantizedEmbeddingMethod, UnquantizedLinearMethod)):
         return method
-    problem = head_options(bits).form.problem(1, layer.embedding_dim, head_options(bits).group_size)
+    options = head_options(bits)
+    problem = options.form.problem(1, layer.embedding_dim, options.group_size)
     if problem:
         logger().warning_once("w4a8: the output layer stays as it is: %s", problem)
         return method
@@ -152,16 +137,9 @@ class Rounded:
         self.bits, self.activation_group = bits, activation_group()
         self.is_tied = False  # to the embedding's weight
 
-    def register(
-        self,
-        layer: torch.nn.Module,
-        columns: int,
-        sizes: Sequence[int],
-        all_columns: int,
-        dtype: torch.dtype,
-        load: Callable | None,
-    ) -> None:
+    def register(self, layer: torch.nn.Module, share: Share) -> None:
         """Registers vLLM's weight."""
+        columns, sizes, all_columns, dtype, load = share
         UnquantizedEmbeddingMethod().create_weights(
             layer, columns, list(sizes), all_columns, sum(sizes), dtype, weight_loader=load
         )

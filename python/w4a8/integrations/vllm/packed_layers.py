@@ -140,11 +140,13 @@ def read_packed(
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     for key, tensor in tensors:
         module, _, leaf = key.rpartition(".")
-        mapped = key if mapper is None else mapper.get_rename_mapper().map_name(key)
         if leaf not in source.packed.get(module, {}):
             if key not in taken:
                 yield key, tensor
-        elif tensor.dim() == 1 and key not in taken and not is_pp_missing_parameter(mapped, model):
+        elif tensor.dim() == 1 and key not in taken:
+            mapped = key if mapper is None else mapper.get_rename_mapper().map_name(key)
+            if is_pp_missing_parameter(mapped, model):
+                continue
             weight = source.weight(module, leaf)
             values, bias = torch.empty(weight.rows, weight.columns, dtype=dtype), None
             for row, matrix in weight.read(0, weight.rows):

@@ -2,12 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from w4a8.ops import dyn_quant_matmul_4bit
+
+
+class Share(NamedTuple):
+    """What a rank holds of a linear layer of vLLM.
+
+    Attributes:
+        columns: input features.
+        sizes: output features of each part of the layer.
+        all_columns: input features on all ranks.
+        dtype: of the model.
+        load: vLLM's loader of a parameter, which cuts for the rank.
+    """
+
+    columns: int
+    sizes: Sequence[int]
+    all_columns: int
+    dtype: torch.dtype
+    load: Callable | None
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from w4a8.integrations.vllm.config import joined_from
 from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod, lm_head_method
 from w4a8.integrations.vllm.loading import is_dummy_load, random_weight
 from w4a8.integrations.vllm.moe import W4A8MoEMethod, unsupported
-from w4a8.integrations.vllm.products import Product
+from w4a8.integrations.vllm.products import Product, Share
 from w4a8.integrations.vllm.settings import activation_group, lm_head_is_set
 
 
@@ -67,26 +67,18 @@ class Pulled:
         self.says, self.weights, self.is_loaded = f"w4a8: {layer_name} of {where}", weights, False
         self.names = [] if is_shared else [weight.name for weight in weights]  # that nothing else needs
 
-    def register(
-        self,
-        layer: torch.nn.Module,
-        columns: int,
-        sizes: Sequence[int],
-        all_columns: int,
-        dtype: torch.dtype,
-        load: Callable | None,
-    ) -> None:
+    def register(self, layer: torch.nn.Module, share: Share) -> None:
         """Registers a parameter for each product, empty until the files are read.
 
         Raises:
             ValueError: the weights do not fit the layer, or this rank's part cuts blocks.
         """
-        self.dtype, self._sizes = dtype, (columns, list(sizes), all_columns)
+        self._share = share
         self.runs = self._runs(layer, self.weights)
         self.forms: list[Any] = [None] * len(self.runs)  # once packed
         # Rows of zeros are for several ranks, which send each other the same amount.
         is_padded = isinstance(layer, ParallelLMHead) and layer.tp_size > 1
-        self.padding = sum(sizes) - self.runs[0][0].rows if is_padded else 0
+        self.padding = sum(share.sizes) - self.runs[0][0].rows if is_padded else 0
         layer.w4a8 = [self._product(index, run) for index, run in enumerate(self.runs)]
         register_empty(layer, [product.parameter for product in layer.w4a8])
         self.dummy = is_dummy_load()
@@ -98,9 +90,8 @@ class Pulled:
 
     def _runs(self, layer: Any, weights: Sequence[Weight | Floats]) -> list[list[Cut]]:
         """This rank's parts of weights, by product."""
-        columns, sizes, all_columns = self._sizes
         try:
-            cuts = _cuts(layer, weights, columns, sizes, all_columns)
+            cuts = _cuts(layer, weights, self._share)
         except ValueError as error:
             raise ValueError(f"{self.says}: {error}") from None
         return [list(run) for _, run in groupby(cuts, lambda cut: cut.weight.form)]
@@ -134,7 +125,7 @@ class Pulled:
     def _read(self, index: int, run: Sequence[Cut], product: Product) -> dict[str, torch.Tensor]:
         """The tensors of a product, by the suffix of the parameter's name."""
         if product.group is None:
-            return _floats(run, self.dtype)
+            return _floats(run, self._share.dtype)
         packed = pack_rows(run, activation_group(), self.forms[index], self.padding)
         self.forms[index] = packed.form
         return {"": in_memory(packed.bytes, [cut.weight for cut in run])}
@@ -155,11 +146,9 @@ class Pulled:
         return False
 
 
-def _cuts(
-    layer: Any, weights: Sequence[Weight | Floats], columns: int, sizes: Sequence[int], all_columns: int
-) -> list[Cut]:
+def _cuts(layer: Any, weights: Sequence[Weight | Floats], share: Share) -> list[Cut]:
     """This rank's part of each weight of a layer."""
-    rank, ranks = layer.tp_rank, layer.tp_size
+    rank, ranks, (columns, sizes, all_columns, *_) = layer.tp_rank, layer.tp_size, share
     if isinstance(layer, ParallelLMHead):
         [weight], mine = weights, layer.shard_indices
         found, expected = (weight.rows, weight.columns), (layer.org_vocab_size, all_columns)

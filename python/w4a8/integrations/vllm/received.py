@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
@@ -22,12 +22,13 @@ from vllm.model_executor.parameter import (
 from w4a8.core.activation_groups import resolve_activation_group
 from w4a8.core.matrix import Matrix, PackedAs
 from w4a8.core.memory import fresh_bytes
-from w4a8.core.stack import MatrixStack
+from w4a8.core.packer import pack_rows
+from w4a8.core.weight import Cut, Weight
 from w4a8.core.weight_utils import replace_parameter
 from w4a8.formats import Scheme
 from w4a8.formats.format import Part
 from w4a8.integrations.vllm.loading import form_of, is_dummy_load, loaded_parts, random_matrix
-from w4a8.integrations.vllm.products import Product
+from w4a8.integrations.vllm.products import Product, Share
 from w4a8.integrations.vllm.settings import activation_group
 
 
@@ -81,29 +82,24 @@ class Received:
         self.packed_as: PackedAs | None = None  # once packed
         self._lacking: dict[str, int] = {}
 
-    def register(
-        self,
-        layer: torch.nn.Module,
-        columns: int,
-        sizes: Sequence[int],
-        all_columns: int,
-        dtype: torch.dtype,
-        load: Callable | None,
-    ) -> None:
+    def register(self, layer: torch.nn.Module, share: Share) -> None:
         """Registers the tensors of the format for this rank's part, as vLLM's loaders cut them; scales as float32.
 
         Raises:
             ValueError: this rank's features are no whole groups or words, or not possible in the operators; the
                 activation group does not fit.
         """
-        self.n, self.k, self._load = sum(sizes), columns, load
+        sizes, self._load = share.sizes, share.load
+        self.n, self.k = sum(sizes), share.columns
         if isinstance(layer, ParallelLMHead):
             self._load = MethodType(_load_output_layer, layer)
             sizes = [layer.shard_indices.num_org_elements]
         group = self.scheme.group_size
         problem = PackedAs(self.scheme.kind).problem(self.n, self.k, group)
         if problem:
-            raise ValueError(f"w4a8: {self.layer_name}: {self.k} input features per rank (of {all_columns}): {problem}")
+            raise ValueError(
+                f"w4a8: {self.layer_name}: {self.k} input features per rank (of {share.all_columns}): {problem}"
+            )
         try:
             asked = self.scheme.wanted_activation_group(activation_group())
             self.activation_group = resolve_activation_group(asked, group, self.k)
@@ -250,16 +246,11 @@ class Received:
 
     def _pack(self, matrices: Iterator[Matrix]) -> torch.Tensor:
         """uint8 [bytes] of all rows; the second time in the memory, and so the form, of the first."""
-        group, row = self.scheme.group_size, 0
-        how = {"packed_as": self.packed_as, "activation_group": self.activation_group}
-        stack = MatrixStack(1, self.n, self.k, group, **how)
-        for matrix in matrices:
-            if self.n > self.rows and row == 0:  # the vocabulary is padded
-                stack.put(0, self.rows, matrix.zeros(self.n - self.rows))
-            stack.put(0, row, matrix)
-            row += matrix.rows
-        self.packed_as = stack.packed_as
-        return stack.pack()[0]
+        cuts = [Cut.whole(Weight.of(matrix, "weight", self.scheme.group_size)) for matrix in matrices]
+        padding = self.n - self.rows  # of the vocabulary
+        packed = pack_rows(cuts, self.activation_group, self.packed_as, padding)
+        self.packed_as = packed.form
+        return packed.bytes
 
     def tie(self) -> bool:
         """As vLLM."""
