@@ -229,6 +229,7 @@ void pack(const Kernel& kernel, const PackedShape& shape, int64_t count, const R
   check_packable(shape, count * shape.n * shape.groups(), raw.scales,
                  shape.kind.zero_points ? raw.zero_points : nullptr);
   place_packed(dst, count * packed_bytes(shape));
+  take_pages(dst, count * packed_bytes(shape), parallel);
   pack_matrices(kernel, shape, count, *tensor_rows(shape, raw), 0, shape.n, dst, parallel);
 }
 

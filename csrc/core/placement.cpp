@@ -1,5 +1,6 @@
 #include "core/placement.h"
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstdlib>
@@ -19,6 +20,8 @@ namespace w4a8 {
 namespace {
 
 constexpr int kMostNodes = 1024;  // of any Linux
+constexpr int64_t kSmallestHuge = int64_t{4} << 20;
+constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
 
 #if defined(__linux__)
 struct Pages {
@@ -54,8 +57,7 @@ const std::vector<int>& nodes_with_memory() {
 
 void advise_huge_pages(void* data, int64_t bytes) {
 #if defined(__linux__)
-  constexpr int64_t kSmallest = int64_t{4} << 20;
-  if (bytes < kSmallest) return;
+  if (bytes < kSmallestHuge) return;
   const Pages pages = whole_pages(data, bytes);
   static_cast<void>(madvise(pages.begin, pages.bytes, MADV_HUGEPAGE));
 #else
@@ -68,9 +70,31 @@ PackedMemory packed_memory() {
   const char* const given = std::getenv("W4A8_MEMORY");
   const std::string value = given == nullptr ? "" : given;
   if (value.empty()) return PackedMemory::kDefault;
+  if (value == "map") return PackedMemory::kMap;
   if (value == "copy") return PackedMemory::kCopy;
   if (value == "interleave") return PackedMemory::kInterleave;
-  throw std::invalid_argument("environment variable W4A8_MEMORY is '" + value + "', expected copy or interleave");
+  throw std::invalid_argument("environment variable W4A8_MEMORY is '" + value + "', expected map, copy or interleave");
+}
+
+void take_pages(void* data, int64_t bytes, Parallel& parallel) {
+#if defined(__linux__)
+  constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, of Linux 5.14; the headers may be older
+  if (bytes < kSmallestHuge) return;
+  const Pages pages = whole_pages(data, bytes);
+  const auto first = reinterpret_cast<uintptr_t>(pages.begin);
+  const uintptr_t end = first + pages.bytes, base = first / kHugePage * kHugePage;
+  const auto take = [&](int64_t, int64_t task, int) {
+    const uintptr_t page = base + static_cast<uintptr_t>(task) * kHugePage;
+    const uintptr_t from = std::max(page, first), to = std::min(page + kHugePage, end);
+    static_cast<void>(madvise(reinterpret_cast<void*>(from), to - from, kPopulateWrite));
+  };
+  const Phase phases[] = {{static_cast<int64_t>((end - base + kHugePage - 1) / kHugePage), take}};
+  run_phases(parallel, parallel.threads(), phases);
+#else
+  static_cast<void>(data);
+  static_cast<void>(bytes);
+  static_cast<void>(parallel);
+#endif
 }
 
 void place_packed(void* data, int64_t bytes) {

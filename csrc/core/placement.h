@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "core/parallel.h"
+
 namespace w4a8 {
 
 /// Asks the system to back [data, data + bytes) with huge pages: pages of 4 KiB cost a stream of weights up to a tenth.
@@ -13,13 +15,19 @@ void advise_huge_pages(void* data, int64_t bytes);
 
 /// Values of the environment variable W4A8_MEMORY.
 enum class PackedMemory {
-  kDefault,     ///< unset or empty: on the node of the thread that packs; mapped files stay mapped
+  kDefault,     ///< unset or empty: on the node of the thread that packs; of mapped files the caller decides
+  kMap,         ///< "map": mapped files stay mapped
   kCopy,        ///< "copy": mapped files are copied into memory with huge pages
   kInterleave,  ///< "interleave": the same, and pages go to all NUMA nodes in turns
 };
 
 /// Throws std::invalid_argument that names the variable if its value is none of these.
 PackedMemory packed_memory();
+
+/// Takes the pages of [data, data + bytes) from the system, with all threads: it clears a huge page within the write
+/// that touches it first, while the other threads that write there wait. Contents stay. Blocks below 4 MiB are left
+/// alone; a refusal changes nothing but speed.
+void take_pages(void* data, int64_t bytes, Parallel& parallel);
 
 /// For packed weights before they are written: huge pages, and interleaved pages if W4A8_MEMORY asks for them and there
 /// is more than one NUMA node. Throws as packed_memory() and interleave_pages() do.

@@ -49,6 +49,12 @@ int w4a8_place_packed(void* data, int64_t size) {
     return std::string();
   });
 }
+int w4a8_take_pages(void* data, int64_t size) {
+  return w4a8::c_answer([&] {
+    w4a8::take_pages_of(data, size);
+    return std::string();
+  });
+}
 int w4a8_read_header(const void* data, int64_t size) {
   return w4a8::c_answer([&] { return header_line(data, size); });
 }

@@ -23,6 +23,7 @@ W4A8_C_EXPORT int w4a8_use_kernel(const char* name);
 W4A8_C_EXPORT int w4a8_cpu_features();
 W4A8_C_EXPORT int w4a8_packed_memory();
 W4A8_C_EXPORT int w4a8_place_packed(void* data, int64_t size);
+W4A8_C_EXPORT int w4a8_take_pages(void* data, int64_t size);
 /// The fields of PackedInfo in their order, separated by tabs; flags are 1 or 0.
 W4A8_C_EXPORT int w4a8_read_header(const void* data, int64_t size);
 

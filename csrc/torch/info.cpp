@@ -6,6 +6,7 @@
 #include "core/placement.h"
 #include "kernels/cpu_features.h"
 #include "kernels/registry.h"
+#include "torch/context.h"
 
 namespace w4a8 {
 
@@ -26,12 +27,17 @@ void force_kernel(const std::string& name) { use_kernel(name); }
 
 std::string packed_memory_name() {
   switch (packed_memory()) {
+    case PackedMemory::kMap: return "map";
     case PackedMemory::kCopy: return "copy";
     case PackedMemory::kInterleave: return "interleave";
     default: return "";
   }
 }
 void place_packed_bytes(void* data, int64_t size) { place_packed(data, size); }
+void take_pages_of(void* data, int64_t size) {
+  AtenParallel parallel;
+  take_pages(data, size, parallel);
+}
 std::string cpu_features() { return feature_names(host_features()); }
 
 PackedInfo packed_info(const void* data, int64_t size) {

@@ -45,10 +45,13 @@ struct PackedInfo {
 };
 /// data: one packed matrix of `size` bytes. Throws std::invalid_argument that names the field that is wrong.
 W4A8_EXPORT PackedInfo packed_info(const void* data, int64_t size);
-/// What W4A8_MEMORY asks for: "", "copy" or "interleave". Throws std::invalid_argument if it is something else.
+/// What W4A8_MEMORY asks for: "", "map", "copy" or "interleave". Throws std::invalid_argument if it is something else.
 W4A8_EXPORT std::string packed_memory_name();
 /// For `size` bytes at data that packed weights will be written to: huge pages, on the nodes that W4A8_MEMORY asks for.
 /// Throws std::invalid_argument (its value) or std::runtime_error (the system refuses).
 W4A8_EXPORT void place_packed_bytes(void* data, int64_t size);
+/// Takes the pages of `size` bytes at data, 4 MiB or more, from the system with torch's threads, before they are
+/// written.
+W4A8_EXPORT void take_pages_of(void* data, int64_t size);
 
 }  // namespace w4a8

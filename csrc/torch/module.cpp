@@ -30,7 +30,7 @@ PYBIND11_MODULE(_C, m) {
         "Forces a kernel for the process; '' returns to the default. Raises ValueError.");
   m.def("cpu_features", &w4a8::cpu_features, "CPU features that matter to kernels, separated by a space.");
   m.def("packed_memory", &w4a8::packed_memory_name,
-        "What W4A8_MEMORY asks for: '', 'copy' or 'interleave'. Raises ValueError.");
+        "What W4A8_MEMORY asks for: '', 'map', 'copy' or 'interleave'. Raises ValueError.");
   m.def(
       "place_packed",
       [](const py::buffer& data) {
@@ -40,6 +40,15 @@ PYBIND11_MODULE(_C, m) {
       py::arg("data"),
       "Huge pages for a writable buffer of packed weights, on the NUMA nodes that W4A8_MEMORY asks for. Raises "
       "ValueError or RuntimeError.");
+  m.def(
+      "take_pages",
+      [](const py::buffer& data) {
+        const py::buffer_info info = data.request(true);
+        w4a8::take_pages_of(info.ptr, info.size * info.itemsize);
+      },
+      py::arg("data"),
+      "Takes the pages of a writable buffer, 4 MiB or more, from the system with torch's threads, before it is "
+      "written.");
   m.def(
       "read_header",
       [](const py::buffer& data) {

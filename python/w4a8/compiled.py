@@ -29,6 +29,7 @@ _FUNCTIONS = (
     "packed_memory",
     "place_packed",
     "read_header",
+    "take_pages",
     "use_kernel",
 )
 _REINSTALL = "Install w4a8 again, all of it: `pip install --force-reinstall --no-deps` and its wheel or source folder"
@@ -113,4 +114,5 @@ kernels = library.kernels
 packed_memory = library.packed_memory
 place_packed = library.place_packed
 read_header = library.read_header
+take_pages = library.take_pages
 use_kernel = library.use_kernel

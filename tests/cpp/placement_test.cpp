@@ -1,6 +1,7 @@
 // Pages of packed weights: what the system is asked for, on nodes that this machine need not have.
 #include "core/placement.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdlib>
 #include <fstream>
@@ -9,6 +10,7 @@
 #include <string>
 
 #include "test_util.h"
+#include "thread_parallel.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>
@@ -127,6 +129,28 @@ TEST(PlacementTest, TheSystemKeepsThePolicy) {
   EXPECT_EQ(memory.data()[0], 1);
 }
 
+// Of the pages of a block those that are in memory.
+int64_t taken(const Memory& memory) {
+  std::vector<unsigned char> pages(static_cast<size_t>(memory.bytes() / sysconf(_SC_PAGESIZE)));
+  EXPECT_EQ(mincore(memory.data(), static_cast<size_t>(memory.bytes()), pages.data()), 0);
+  return std::count_if(pages.begin(), pages.end(), [](unsigned char page) { return (page & 1) != 0; });
+}
+
+TEST(PlacementTest, TakesAllPagesOfALargeBlock) {
+  const int64_t page = sysconf(_SC_PAGESIZE), pages = (int64_t{9} << 20) / page;
+  ThreadParallel parallel(3);
+  const Memory small(pages / 3), large(pages);
+  large.data()[5 * page + 1] = 7;
+  take_pages(small.data(), small.bytes(), parallel);
+  EXPECT_EQ(taken(small), 0) << "less than 4 MiB";
+  const Memory probe(1);
+  madvise(probe.data(), static_cast<size_t>(page), 23);
+  if (taken(probe) == 0) GTEST_SKIP() << "a system older than Linux 5.14, or an emulated one";
+  take_pages(large.data() + 1, large.bytes() - page, parallel);
+  EXPECT_GE(taken(large), pages - 2) << "the first page and the last are not whole";
+  EXPECT_EQ(large.data()[5 * page + 1], 7);
+}
+
 // Sets W4A8_MEMORY, and puts back what it was.
 class Variable {
  public:
@@ -148,6 +172,7 @@ class Variable {
 TEST(PlacementTest, TheVariable) {
   const Memory memory(2);
   for (const auto& [value, expected] : {std::pair{"", PackedMemory::kDefault},
+                                        {"map", PackedMemory::kMap},
                                         {"copy", PackedMemory::kCopy},
                                         {"interleave", PackedMemory::kInterleave}}) {
     const Variable variable(value);
@@ -159,7 +184,7 @@ TEST(PlacementTest, TheVariable) {
     place_packed(memory.data(), memory.bytes());
     FAIL() << "no exception";
   } catch (const std::invalid_argument& error) {
-    EXPECT_STREQ(error.what(), "environment variable W4A8_MEMORY is 'interleaved', expected copy or interleave");
+    EXPECT_STREQ(error.what(), "environment variable W4A8_MEMORY is 'interleaved', expected map, copy or interleave");
   }
 }
 

@@ -1,4 +1,4 @@
-"""move_together: small packed weights in pages of their own, large ones and mapped ones where they are."""
+"""move_together and placed: small packed weights in pages of their own, large ones and mapped ones where they are."""
 
 import itertools
 import mmap
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from w4a8.core import memory
-from w4a8.core.memory import move_together
+from w4a8.core.memory import move_together, placed
 
 KIB = 1 << 10
 
@@ -76,3 +76,14 @@ def test_modules_keep_their_weights():
     copy = linear.packed.clone()
     move_together([linear.packed])
     assert tied.packed is linear.packed and torch.equal(linear.state_dict()["packed"], copy)
+
+
+@pytest.mark.parametrize("stays_mapped", [True, False])
+@pytest.mark.parametrize("value", ["", "map", "copy", "interleave"])
+def test_where_a_mapped_tensor_is_wanted(value, stays_mapped, monkeypatch):
+    monkeypatch.setenv("W4A8_MEMORY", value)
+    packed = torch.arange(256, dtype=torch.uint8).repeat(1024)
+    there = placed(packed, stays_mapped)
+    stays = stays_mapped if value == "" else value == "map"
+    assert (there.data_ptr() == packed.data_ptr()) == stays
+    assert torch.equal(there, packed)

@@ -219,7 +219,7 @@ def test_packed_directory_copied(server, peak):
 def test_a_wrong_word_is_said(server, peak):
     code = """
         os.environ["W4A8_MEMORY"] = "copied"
-        expected = "environment variable W4A8_MEMORY is 'copied', expected copy or interleave"
+        expected = "environment variable W4A8_MEMORY is 'copied', expected map, copy or interleave"
         try:
             AutoModelForCausalLM.from_pretrained(packed)
         except ValueError as error:

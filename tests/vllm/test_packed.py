@@ -174,10 +174,10 @@ def results(tmp_path_factory):
     path = gguf_models.TinyModel("llama, tied").write(where["gguf"])
     model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name)
     model.save_pretrained(where["gguf"] / "packed")
-    for directory in (where["gguf"] / "packed", path):
+    for directory, memory in ((where["gguf"] / "packed", "map"), (path, "")):
         how = {"enforce_eager": True, "dtype": "bfloat16", "max_model_len": 128}
         few = [[token % (gguf_models.VOCAB - 3) + 3 for token in prompt] for prompt in prompts()]
-        jobs.append(Job(directory, how, few, tokens=8, environment=DEFAULT_HEAD))
+        jobs.append(Job(directory, how, few, tokens=8, environment={**DEFAULT_HEAD, "W4A8_MEMORY": memory}))
     for name, other in OTHERS.items():
         where[name] = tmp_path_factory.mktemp("packed")
         jobs.append(write_other(other, where[name]))

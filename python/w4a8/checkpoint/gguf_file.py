@@ -229,6 +229,7 @@ class GGUFFile:
             self.paths = [path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
         self.keys: dict[str, Any] = {}
         self.tensors: dict[str, GGUFTensor] = {}
+        self._pages = [_Pages(part) for part in self.paths]
         for index, part in enumerate(self.paths):
             with _mapped(part) as data:
                 keys, tensors = _Head(data, part).read(index)
@@ -276,25 +277,16 @@ class GGUFFile:
     def bytes(self, name: str, begin: int = 0, end: int | None = None) -> torch.Tensor:
         """Rows [begin, end) of a tensor, counted through all its dimensions but the last: uint8 [rows, row bytes].
 
+        They are mapped from the file: not to be written to.
+
         Raises:
             CheckpointError: the tensor is missing, or the file cannot be read.
         """
         tensor = self._tensor(name)
         end = tensor.rows if end is None else end
-        data = torch.empty(end - begin, tensor.row_bytes, dtype=torch.uint8)
-        path = self.paths[tensor.file]
-        try:
-            with path.open("rb", buffering=0) as file:
-                file.seek(tensor.offset + begin * tensor.row_bytes)
-                view, done = memoryview(data.numpy()).cast("B"), 0
-                while done < len(view):
-                    got = file.readinto(view[done:])
-                    if not got:
-                        raise CheckpointError(f"{path}: tensor {name!r} ends behind the end of the file")
-                    done += got
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}") from error
-        return data
+        return self._pages[tensor.file].read(
+            name, tensor.offset + begin * tensor.row_bytes, end - begin, tensor.row_bytes
+        )
 
     def type_name(self, name: str) -> str:
         """ggml's name of the type."""
@@ -334,12 +326,51 @@ class GGUFFile:
         """Rows of a tensor [rows, last], counted as in :meth:`bytes`: floats in their type, blocks as float32."""
         tensor = self._tensor(name)
         if tensor.type in _FLOATS:
-            return self.bytes(name, begin, end).view(_FLOATS[tensor.type])
+            return self.bytes(name, begin, end).clone().view(_FLOATS[tensor.type])
         return self.matrix(name, begin, end).floats()
 
     def tensor(self, name: str) -> torch.Tensor:
         """The whole tensor in its shape, as :meth:`floats`."""
         return self.floats(name).view(self._tensor(name).shape)
+
+
+class _Pages:
+    """A file whose bytes are read through a mapping."""
+
+    MOST = 64 << 20  # bytes that are handed out before this process lets go of the pages that it has read
+
+    def __init__(self, path: Path) -> None:
+        """Maps the file when it is read first. ``path``: of the file."""
+        self.path, self.read_bytes = path, 0
+
+    @cached_property
+    def mapping(self) -> mmap.mmap:
+        """The file. Writable, because torch warns of other memory; the file does not change."""
+        with self.path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+
+    @cached_property
+    def data(self) -> torch.Tensor:
+        """The bytes of the file."""
+        return torch.frombuffer(self.mapping, dtype=torch.uint8)
+
+    def read(self, name: str, offset: int, rows: int, row_bytes: int) -> torch.Tensor:
+        """As :meth:`GGUFFile.bytes`, from a place in the file on."""
+        size = rows * row_bytes
+        try:
+            mapping = self.mapping
+            if offset + size > min(len(mapping), self.path.stat().st_size):  # reading there would end the process
+                raise CheckpointError(f"{self.path}: tensor {name!r} ends behind the end of the file")
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be read: {error}") from error
+        self.read_bytes += size
+        if hasattr(mmap, "MADV_WILLNEED"):
+            if self.read_bytes > self.MOST:
+                mapping.madvise(mmap.MADV_DONTNEED)
+                self.read_bytes = size
+            page = offset // mmap.PAGESIZE * mmap.PAGESIZE
+            mapping.madvise(mmap.MADV_WILLNEED, page, offset + size - page)
+        return self.data[offset : offset + size].view(rows, row_bytes)
 
 
 @contextmanager

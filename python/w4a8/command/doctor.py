@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 import w4a8
+from w4a8 import compiled
 from w4a8.command import extras, machine
 from w4a8.command.report import add_json, labelled, show, table
-from w4a8.core.memory import keeps_files_mapped
 from w4a8.core.threads import cpus
 from w4a8.integrations.selftest import operator_problems
 from w4a8.integrations.vllm import settings
@@ -46,7 +46,7 @@ def examine(with_vllm: bool = False) -> dict[str, Any]:
     """The answer of ``w4a8 doctor``, in types of JSON; ``problems`` lists what must be repaired."""
     problems: list[str] = []
     active = _tried(w4a8.active_kernel, problems)
-    _tried(keeps_files_mapped, problems)
+    _tried(compiled.packed_memory, problems)
     works = not problems
     if works:  # otherwise every operator would repeat the problem
         problems += [f"the operators do not work here: {each}" for each in _tried(operator_problems, problems) or []]

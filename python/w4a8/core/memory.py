@@ -91,6 +91,7 @@ def move_together(
         if pages is None:
             break
         compiled.place_packed(pages)
+        compiled.take_pages(pages)
         for tensor, offset in zip(chunk, ends):
             to = torch.frombuffer(pages, dtype=torch.uint8, count=tensor.numel(), offset=offset)
             moved += tensor.numel()
@@ -122,13 +123,30 @@ def mapped_files(paths: Container[str] | None = None) -> list[tuple[int, int]]:
     return [(int(begin, 16), int(end, 16)) for begin, end in ranges]
 
 
-def keeps_files_mapped() -> bool:
-    """Whether packed weights of a file stay mapped: W4A8_MEMORY is neither ``copy`` nor ``interleave``.
+def placed(packed: torch.Tensor, stays_mapped: bool) -> torch.Tensor:
+    """Packed weights that are mapped from a file, where ``W4A8_MEMORY`` wants them: there, or copied (fresh_bytes).
+
+    Args:
+        packed: the weights.
+        stays_mapped: where they are if ``W4A8_MEMORY`` is not set.
 
     Raises:
-        ValueError: W4A8_MEMORY has an unknown value.
+        ValueError, RuntimeError: as fresh_bytes.
     """
-    return compiled.packed_memory() == ""
+    memory = compiled.packed_memory()
+    if memory == "map" or (stays_mapped and memory == ""):
+        return packed
+    fresh = fresh_bytes(*packed.shape, packed=True)
+    take_pages(fresh)
+    return fresh.copy_(packed)
+
+
+def take_pages(fresh: torch.Tensor) -> None:
+    """Takes the pages of fresh bytes from the system, by all threads, before they are written; below 4 MiB nothing.
+
+    A huge page is cleared within the write that touches it first, while other threads that write there wait.
+    """
+    compiled.take_pages(fresh.view(-1).numpy())
 
 
 def on_cpu() -> contextlib.AbstractContextManager[object]:

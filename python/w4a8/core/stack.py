@@ -11,8 +11,10 @@ from w4a8.core.activation_groups import PER_TOKEN
 from w4a8.core.blocks import PANEL_ROWS, Blocks
 from w4a8.core.float8 import multiplied_scales
 from w4a8.core.matrix import Matrix, PackedAs, pack_as, unpack_codes
-from w4a8.core.memory import fresh_bytes
+from w4a8.core.memory import fresh_bytes, take_pages
 from w4a8.core.scale_types import has_two_levels, holds_scales, kept_scale_dtypes, scale_type_name
+
+_TAKEN_AHEAD = 8 << 20  # bytes, at most an eighth of a stack: the experts of other layers may come first
 
 
 class _Waiting:
@@ -110,7 +112,7 @@ class MatrixStack:
         self._done: set[int] = set()
         # Experts are written from the first to the last: with huge pages, writing an expert also takes memory of its
         # neighbours. An expert that is packed before its turn is held.
-        self._written = 0
+        self._written = self._taken = 0
         self._held: dict[int, torch.Tensor] = {}
         self._waiting: dict[int, _Waiting] = {}
         self._spare: _Waiting | None = None
@@ -285,8 +287,11 @@ class MatrixStack:
     def _place(self, expert: int, count: int, like: torch.Tensor | None = None) -> torch.Tensor:
         """Where the ``count`` bytes of an expert's matrix are to be written; then :meth:`_placed` follows."""
         if self._packed is None:
-            self._packed = fresh_bytes(self.experts, count, packed=True, like=like)
+            self._packed, self._taken = fresh_bytes(self.experts, count, packed=True, like=like), 0
         if expert <= self._written:
+            if self._taken <= expert and not self._packed.is_meta:
+                self._taken = expert + max(1, min(_TAKEN_AHEAD // count, self.experts // 8))
+                take_pages(self._packed[expert : self._taken])
             return self._packed[expert]
         self._held[expert] = fresh_bytes(count, like=like)
         return self._held[expert]

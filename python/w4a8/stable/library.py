@@ -18,6 +18,7 @@ _ARGUMENTS = {
     "w4a8_cpu_features": [],
     "w4a8_packed_memory": [],
     "w4a8_place_packed": [ctypes.c_void_p, ctypes.c_int64],
+    "w4a8_take_pages": [ctypes.c_void_p, ctypes.c_int64],
     "w4a8_read_header": [ctypes.c_void_p, ctypes.c_int64],
 }
 _ERRORS = {1: ValueError, 2: RuntimeError}  # c_info.h
@@ -97,7 +98,7 @@ def cpu_features() -> str:
 
 
 def packed_memory() -> str:
-    """What W4A8_MEMORY asks for: '', 'copy' or 'interleave'. Raises ValueError."""
+    """What W4A8_MEMORY asks for: '', 'map', 'copy' or 'interleave'. Raises ValueError."""
     return _ask(_library.w4a8_packed_memory)
 
 
@@ -109,6 +110,12 @@ def place_packed(data: Any) -> None:
     """
     memory, size = _bytes_of(data, writable=True)
     _ask(_library.w4a8_place_packed, ctypes.addressof(memory), size)
+
+
+def take_pages(data: Any) -> None:
+    """Takes the pages of a writable buffer of 4 MiB or more from the system, by all threads, before it is written."""
+    memory, size = _bytes_of(data, writable=True)
+    _ask(_library.w4a8_take_pages, ctypes.addressof(memory), size)
 
 
 def read_header(data: Any) -> dict[str, Any]:

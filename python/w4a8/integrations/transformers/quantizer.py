@@ -13,7 +13,7 @@ from transformers.core_model_loading import WeightConverter, revert_weight_conve
 from transformers.quantizers import HfQuantizer
 from transformers.utils import is_peft_available
 
-from w4a8.core.memory import fresh_bytes, keeps_files_mapped
+from w4a8.core.memory import placed
 from w4a8.formats.packed_directory import ALL_STAND_FOR
 from w4a8.formats.rules import config_in
 from w4a8.integrations.transformers import guard
@@ -160,8 +160,8 @@ class W4A8HfQuantizer(HfQuantizer):
             if isinstance(module, PackedModule):
                 let_go(module)
                 _check(name, module)
-                if self.report is None and not keeps_files_mapped():
-                    _copy(module)
+                for leaf in module.packed_shapes() if self.report is None else ():
+                    setattr(module, leaf, placed(getattr(module, leaf), stays_mapped=True))
         inference_only(model)
         if guard.device == "cpu":
             _teach_peft()
@@ -196,13 +196,6 @@ def on_cpus(device_map: Any) -> bool:
     if device_map is None or (isinstance(device_map, str) and not _devices(device_map)):
         return device_map is None or not torch.accelerator.is_available()
     return all(str(device) in ("cpu", "meta") for device in _devices(device_map))
-
-
-def _copy(module: PackedModule) -> None:
-    """Copies weights out of the mapped file, whose pages have 4 KiB and are on the NUMA node of their first reader."""
-    for name in module.packed_shapes():
-        mapped = getattr(module, name)
-        setattr(module, name, fresh_bytes(*mapped.shape, packed=True).copy_(mapped))
 
 
 def _check(name: str, module: PackedModule) -> None:

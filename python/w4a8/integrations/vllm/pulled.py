@@ -18,7 +18,7 @@ from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, Unq
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from w4a8.core.memory import fresh_bytes
+from w4a8.core.memory import placed
 from w4a8.core.packer import pack_experts, pack_rows
 from w4a8.core.weight import Cut, ExpertWeights, Floats, Weight
 from w4a8.core.weight_utils import replace_parameter
@@ -128,7 +128,7 @@ class Pulled:
             return _floats(run, self._share.dtype)
         packed = pack_rows(run, activation_group(), self.forms[index], self.padding)
         self.forms[index] = packed.form
-        return {"": in_memory(packed.bytes, [cut.weight for cut in run])}
+        return {"": _placed(packed.bytes, [cut.weight for cut in run])}
 
     def finish(self, layer: torch.nn.Module) -> None:
         """Raises ValueError if the files were not read."""
@@ -191,11 +191,9 @@ def _floats(run: Sequence[Cut], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {**found, "_bias": torch.cat(biases)} if any(cut.has_bias for cut in run) else found
 
 
-def in_memory(packed: torch.Tensor, weights: Sequence[Weight]) -> torch.Tensor:
-    """The tensor, which may be a view of a file if the weights are packed there, in memory for packed weights."""
-    if all(weight.packed is None for weight in weights):
-        return packed
-    return fresh_bytes(*packed.shape, packed=True).copy_(packed)
+def _placed(packed: torch.Tensor, weights: Sequence[Weight]) -> torch.Tensor:
+    """The tensor, which may be a view of a file if the weights are packed there, where W4A8_MEMORY wants it."""
+    return packed if all(weight.packed is None for weight in weights) else placed(packed, stays_mapped=False)
 
 
 class PulledExperts:
@@ -256,7 +254,7 @@ class PulledExperts:
         except (ValueError, RuntimeError) as error:
             raise ValueError(f"{self.says}: {error}") from error
         for stack, packed in found.items():
-            replace_parameter(layer, f"{stack}_weight_packed", in_memory(packed, experts.all))
+            replace_parameter(layer, f"{stack}_weight_packed", _placed(packed, experts.all))
         self.is_loaded = True
 
     def finish(self, layer: torch.nn.Module) -> None:
