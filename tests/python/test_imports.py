@@ -83,7 +83,7 @@ def test_no_circle(graph):
     assert find_circle(graph) is None
 
 
-MIRROR = ("w4a8.mirror", "w4a8.moe", "w4a8.linear")
+MIRROR = ("w4a8.moe", "w4a8.linear")
 
 
 def test_core_knows_no_user(graph):
@@ -110,7 +110,7 @@ def test_import_w4a8_imports_no_readers():
     """The operators alone; what reads checkpoints comes when it is first asked for."""
     code = """
 import sys, w4a8
-late = ("checkpoint", "formats", "nn", "quantization", "mirror", "moe", "linear", "integrations")
+late = ("checkpoint", "formats", "nn", "quantization", "moe", "linear", "integrations")
 there = [name for name in sys.modules if name.startswith(tuple(f"w4a8.{package}" for package in late))]
 assert not there, there
 assert {"checkpoint", "quantize_", "nn"} <= set(dir(w4a8))

@@ -1,4 +1,4 @@
-"""w4a8.mirror.linear: the kernel class, every answer of can_implement, and a layer from loading to its output."""
+"""w4a8.linear.cpu_w4a8_int: the kernel class, every answer of can_implement, and a layer from loading to its output."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ import torch
 from common import DTYPES, ROUNDING, assert_same_bits, assert_within
 
 import w4a8
-from w4a8.mirror.linear import CPUW4A8IntLinearKernel, MPLinearLayerConfig, scalar_types
+from w4a8.linear.cpu_w4a8_int import CPUW4A8IntLinearKernel, MPLinearLayerConfig, scalar_types
 
 CONFIG = MPLinearLayerConfig((64, 24), (64, 24), scalar_types.int4, torch.bfloat16, 32, False, False)
 
@@ -68,7 +68,7 @@ def test_can_implement(changes, reason):
 
 def test_platform(monkeypatch):
     assert CPUW4A8IntLinearKernel.get_min_capability() == -1
-    monkeypatch.setattr("w4a8.mirror.config.CpuPlatform.is_cpu", lambda self: False)
+    monkeypatch.setattr("w4a8.moe.config.CpuPlatform.is_cpu", lambda self: False)
     assert CPUW4A8IntLinearKernel.can_implement(CONFIG) == (False, "CPUW4A8Int only supported on CPU")
 
 

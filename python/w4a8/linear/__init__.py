@@ -1,5 +1,5 @@
-"""The module :mod:`w4a8.mirror.linear` under the names that vLLM gives its parts, as in :mod:`w4a8.moe`."""
+"""vLLM's CPUW4A8IntLinearKernel, mirrored without vLLM, as :mod:`w4a8.moe` is (docs/vllm_mirror.md)."""
 
-from w4a8.linear import cpu_w4a8_int, mixed_precision, scalar_type  # noqa: F401
-from w4a8.mirror.linear import *  # noqa: F403
-from w4a8.mirror.linear import __all__ as __all__
+from w4a8.linear import mixed_precision, scalar_type  # noqa: F401
+from w4a8.linear.cpu_w4a8_int import *  # noqa: F403
+from w4a8.linear.cpu_w4a8_int import __all__ as __all__

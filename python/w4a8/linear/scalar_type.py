@@ -1,5 +1,7 @@
+"""Another name that vLLM has for :mod:`w4a8.linear.cpu_w4a8_int`."""
+
 import sys
 
-from w4a8.mirror.linear import *  # noqa: F403
+from w4a8.linear.cpu_w4a8_int import *  # noqa: F403
 
-sys.modules[__name__] = sys.modules["w4a8.mirror.linear"]
+sys.modules[__name__] = sys.modules["w4a8.linear.cpu_w4a8_int"]

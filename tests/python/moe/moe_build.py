@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from w4a8.mirror import (
+from w4a8.moe import (
     CompressedTensorsW4A8Int8MoEMethod,
     FusedMoEConfig,
     MoEActivation,

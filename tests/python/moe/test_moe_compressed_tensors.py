@@ -7,7 +7,7 @@ import torch
 from moe_build import GROUP_SIZES, logits_for, make_config, op_moe, op_pack
 
 from w4a8.checkpoint import CheckpointError, read_layers
-from w4a8.mirror import CompressedTensorsW4A8Int8MoEMethod, RoutedExperts, route
+from w4a8.moe import CompressedTensorsW4A8Int8MoEMethod, RoutedExperts, route
 
 pytest.importorskip("safetensors", reason="the safetensors package is not installed")
 pytest.importorskip("compressed_tensors", reason="the compressed-tensors package is not installed")

@@ -21,7 +21,7 @@ from moe_build import (
 )
 
 from w4a8.core.nibbles import to_nibbles
-from w4a8.mirror import (
+from w4a8.moe import (
     CompressedTensorsW4A8Int8MoEMethod,
     FusedMoEParallelConfig,
     MoEWeightLoader,

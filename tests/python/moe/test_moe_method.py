@@ -21,7 +21,7 @@ from moe_build import (
 )
 
 from w4a8.core.routing import ROUTING_METHODS
-from w4a8.mirror import (
+from w4a8.moe import (
     CompressedTensorsW4A8Int8MoEMethod,
     FusedMoEParallelConfig,
     GroupShape,
@@ -35,7 +35,7 @@ from w4a8.mirror import (
     method_v0_17,
     route,
 )
-from w4a8.mirror import method as method_module
+from w4a8.moe import method as method_module
 
 METHODS = [CompressedTensorsW4A8Int8MoEMethod, method_v0_17.CompressedTensorsW4A8Int8MoEMethod]
 both_methods = pytest.mark.parametrize("cls", METHODS, ids=["v0_24", "v0_17"])

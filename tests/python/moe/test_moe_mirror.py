@@ -1,4 +1,4 @@
-"""Every public name of the mirrored modules of vLLM 0.24 and 0.17 is here, with the same signature, by both paths."""
+"""Every public name of the mirrored modules of vLLM 0.24 and 0.17 is here, with the same signature."""
 
 import importlib
 import inspect
@@ -10,12 +10,11 @@ import sys
 import pytest
 import torch
 
-import w4a8.linear
-import w4a8.moe
 from w4a8.core.activation import MoEActivation
 from w4a8.core.routing import select_experts
-from w4a8.mirror import linear, method, method_v0_17, oracle
-from w4a8.mirror.config import (
+from w4a8.linear import cpu_w4a8_int as linear
+from w4a8.moe import method, method_v0_17
+from w4a8.moe.config import (
     FusedMoEConfig,
     FusedMoEParallelConfig,
     FusedMoEQuantConfig,
@@ -25,8 +24,9 @@ from w4a8.mirror.config import (
     RoutingMethodType,
     ScaleDesc,
 )
-from w4a8.mirror.experts import CPUExpertsInt4, CPUExpertsInt4Modular
-from w4a8.mirror.modular_kernel import FusedMoEExperts, FusedMoEExpertsModular, FusedMoEExpertsMonolithic
+from w4a8.moe.experts.cpu_int4_moe import CPUExpertsInt4, CPUExpertsInt4Modular
+from w4a8.moe.modular_kernel import FusedMoEExperts, FusedMoEExpertsModular, FusedMoEExpertsMonolithic
+from w4a8.moe.oracle import w4a8_int8 as oracle
 
 NEW, OLD = method.CompressedTensorsW4A8Int8MoEMethod, method_v0_17.CompressedTensorsW4A8Int8MoEMethod
 INIT = "self, weight_quant, input_quant, moe, layer_name=None"
@@ -116,29 +116,21 @@ def test_kinds_of_members():
     assert issubclass(method.CompressedTensorsMoEMethod, method.FusedMoEMethodBase)
 
 
-PATHS = {
-    "config": ["moe.config", "moe.quant_key", "moe.platforms"],
-    "experts": ["moe.experts.cpu_int4_moe"],
-    "layer": ["moe.layer", "moe.loader"],
-    "linear": ["linear.cpu_w4a8_int", "linear.mixed_precision", "linear.scalar_type"],
-    "method": ["moe.method"],
-    "method_v0_17": ["moe.method_v0_17"],
-    "modular_kernel": ["moe.modular_kernel"],
-    "oracle": ["moe.oracle.w4a8_int8"],
+OTHER_NAMES = {
+    "moe.config": ["moe.quant_key", "moe.platforms"],
+    "moe.layer": ["moe.loader"],
+    "linear.cpu_w4a8_int": ["linear.mixed_precision", "linear.scalar_type"],
 }
 
 
 def test_modules_by_the_names_of_vllm():
     """The same module object, also as an attribute of its package; what was pickled by such a name is found."""
-    for name, paths in PATHS.items():
-        module = importlib.import_module(f"w4a8.mirror.{name}")
+    for name, paths in OTHER_NAMES.items():
+        module = importlib.import_module(f"w4a8.{name}")
         for path in paths:
             assert importlib.import_module(f"w4a8.{path}") is module
             package, _, last = f"w4a8.{path}".rpartition(".")
             assert getattr(sys.modules[package], last) is module
-    assert w4a8.moe.__all__ == w4a8.mirror.__all__ and w4a8.linear.__all__ == linear.__all__
-    assert all(getattr(w4a8.moe, name) is getattr(w4a8.mirror, name) for name in w4a8.moe.__all__)
-    assert all(getattr(w4a8.linear, name) is getattr(linear, name) for name in linear.__all__)
     key = QuantKey(torch.int8, ScaleDesc(torch.float32, True, GroupShape(1, 64)))
     for value in (key, oracle.W4A8Int8MoeBackend.CPU_INT4, linear.scalar_types.int4, NEW, OLD):
         assert pickle.loads(pickle.dumps(value)) == value

@@ -11,7 +11,7 @@ from moe_build import GROUP_SIZES, Stack, assert_raises, interleaved, make_confi
 
 from w4a8.core.activation import kernel_activation_kind
 from w4a8.core.log import forget_logged
-from w4a8.mirror import (
+from w4a8.moe import (
     CPUExpertsInt4,
     CPUExpertsInt4Modular,
     FusedMoEParallelConfig,
@@ -21,11 +21,11 @@ from w4a8.mirror import (
     config,
     method_v0_17,
     modular_kernel,
-    oracle,
     upstream_activation_kind,
 )
-from w4a8.mirror.config import GroupShape, QuantKey, ScaleDesc, int4_weight_key
-from w4a8.mirror.modular_kernel import FusedMoEActivationFormat, FusedMoEExperts
+from w4a8.moe.config import GroupShape, QuantKey, ScaleDesc, int4_weight_key
+from w4a8.moe.modular_kernel import FusedMoEActivationFormat, FusedMoEExperts
+from w4a8.moe.oracle import w4a8_int8 as oracle
 
 G32 = config.kInt4W4A8StaticGroup32Sym
 G128, CHANNEL = config.kInt4W4A8StaticGroup128Sym, config.kInt4W4A8StaticChannelSym
@@ -326,7 +326,7 @@ def test_in_place_needs_contiguous_weights():
 MEASURE_PEAK = """
 import torch
 import moe_build
-from w4a8.mirror import CompressedTensorsW4A8Int8MoEMethod, RoutedExperts
+from w4a8.moe import CompressedTensorsW4A8Int8MoEMethod, RoutedExperts
 
 torch.set_num_threads(2)
 # Everything is loaded and warm before the measurement: kernels, thread pool, allocator.

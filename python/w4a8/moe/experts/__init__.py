@@ -1,1 +1,1 @@
-"""The module :mod:`w4a8.mirror.experts`, where upstream has it."""
+"""The experts classes, where upstream has them."""

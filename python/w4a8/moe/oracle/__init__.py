@@ -1,1 +1,1 @@
-"""The module :mod:`w4a8.mirror.oracle`, where upstream has it."""
+"""The backend oracle, where upstream has it."""
