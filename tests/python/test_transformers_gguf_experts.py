@@ -11,7 +11,7 @@ from test_transformers_gguf import assert_same_weights, load, packed_modules
 
 import w4a8
 from w4a8.checkpoint import read_layers
-from w4a8.checkpoint.settings import router_in_config
+from w4a8.checkpoint.routers import router_in_config
 
 WITH_EXPERTS = [name for name in MODELS if TinyModel.has_experts(name)]
 DEEPSEEK = [name for name in MODELS if name.startswith("deepseek")]

@@ -14,7 +14,7 @@ from w4a8.checkpoint.gguf_architectures import ARCHITECTURES  # noqa: E402
 from w4a8.checkpoint.gguf_config import config_of  # noqa: E402
 from w4a8.checkpoint.gguf_key_table import EQUAL, HARMLESS, NEUTRAL, check_keys  # noqa: E402
 from w4a8.checkpoint.gguf_keys import pooling_of  # noqa: E402
-from w4a8.checkpoint.settings import router_in_config, router_in_file  # noqa: E402
+from w4a8.checkpoint.routers import router_in_config, router_in_file  # noqa: E402
 from w4a8.command import main  # noqa: E402
 from w4a8.integrations.vllm.gguf_folder import folder_of  # noqa: E402
 

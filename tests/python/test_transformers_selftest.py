@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 from transformers.quantizers import HfQuantizer  # noqa: E402
 from transformers.utils.quantization_config import GPTQConfig  # noqa: E402
 
-from w4a8.integrations import selftest as shared  # noqa: E402
+from w4a8.integrations import expectations as shared  # noqa: E402
 from w4a8.integrations.transformers import W4A8Config, selftest, versions  # noqa: E402
 from w4a8.integrations.transformers.registration import merge_prequantized  # noqa: E402
 

@@ -138,7 +138,7 @@ def asked(**changes):
     return SimpleNamespace(**{**usual, "attn_type": "decoder", "head_size": 128, "kv_cache_dtype": "auto", **changes})
 
 
-attention.register()
+attention.register_attention()
 latent_attention.register()
 
 

@@ -14,7 +14,7 @@ from conftest import ALONE, Job, arguments, run_engines
 from models import Case
 from test_linear import make_layer
 
-from w4a8.integrations.vllm import compiled
+from w4a8.integrations.vllm import compile_cache
 
 # Dense: without the plugin vLLM runs it as well, through scalar code.
 DENSE = Case("qwen3", 32, "int-quantized", "float32", "symmetric")
@@ -99,7 +99,7 @@ def test_what_is_loaded_on_cpus():
     """A model of torch's inductor, unless it has the weights built in; what has the step of vLLM's backend goes it."""
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as Saved
 
-    compiled.load_from_disk()
+    compile_cache.load_from_disk()
     asked = []
     Saved(SimpleNamespace(serialize=None)).finalize_loading("config")
     Saved(SimpleNamespace(serialize=None, finalize_loading=asked.append)).finalize_loading("config")
@@ -133,7 +133,7 @@ def test_a_graph_is_named_after_what_is_built_into_it(monkeypatch):
             return x
 
     monkeypatch.setattr(decorators, "_model_hash_key", decorators._model_hash_key)
-    compiled.load_from_disk()
+    compile_cache.load_from_disk()
 
     def key(change=None):
         model = Model(packed_layer(monkeypatch))
@@ -184,11 +184,11 @@ def test_a_graph_is_named_after_the_files_of_the_package(monkeypatch, tmp_path):
     root = tmp_path / "w4a8"
     (root / "a" / "b").mkdir(parents=True)
     (root / "core.so").write_bytes(b"1")
-    monkeypatch.setattr(compiled, "__file__", str(root / "a" / "b" / "compiled.py"))
+    monkeypatch.setattr(compile_cache, "__file__", str(root / "a" / "b" / "compile_cache.py"))
     names = []
     for path, content in (("core.so", "1"), ("core.so", "2"), ("a/ops.py", ""), ("a/ops.py", "x"), ("core.so", "1")):
         (root / path).write_text(content)
-        names.append(compiled.package_digest.__wrapped__())
+        names.append(compile_cache.package_digest.__wrapped__())
     assert len(set(names)) == 5
     (root / "notes.txt").write_text("not computed with")
-    assert compiled.package_digest.__wrapped__() == names[-1]
+    assert compile_cache.package_digest.__wrapped__() == names[-1]

@@ -20,7 +20,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from w4a8.core.activation import GateNumbers
 from w4a8.core.families import FAMILIES
-from w4a8.integrations.vllm import decoder, loaded, settings
+from w4a8.integrations.vllm import loaded, one_call, settings
 from w4a8.integrations.vllm.decoder_layers import (
     Norms,
     Ropes,
@@ -184,7 +184,7 @@ def test_rows_that_an_output_layer_ran_for():
     """Their logits are given away once; of others, or of rows that were changed, the layer runs."""
     method = SimpleNamespace(apply=lambda layer, x, bias=None: x.sum(1, keepdim=True) + (0 if bias is None else bias))
     layer = SimpleNamespace(quant_method=method)
-    head = decoder._Head(layer)
+    head = one_call._Head(layer)
     rows, logits = torch.randn(2, 8), torch.randn(2, 5)
     head.keep(rows, logits)
     assert torch.equal(method.apply(layer, rows[:1]), rows[:1].sum(1, keepdim=True))
@@ -200,8 +200,8 @@ def test_threads_of_torch_between_steps(monkeypatch):
     set_threads, before = torch._C.set_num_threads, torch.get_num_threads()
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     step = SimpleNamespace(block_table=None, seq_lens=None)
-    monkeypatch.setattr(decoder, "get_forward_context", lambda: SimpleNamespace(attn_metadata={"layer": step}))
-    one = object.__new__(decoder.OneCall)
+    monkeypatch.setattr(one_call, "get_forward_context", lambda: SimpleNamespace(attn_metadata={"layer": step}))
+    one = object.__new__(one_call.OneCall)
     one.family = SimpleNamespace(is_latent=False)
     seen = []
 
@@ -221,7 +221,7 @@ def test_threads_of_torch_between_steps(monkeypatch):
     set_threads(2)
     try:
         for one._head, threads in ((SimpleNamespace(keep=lambda *_: None), 2), (None, 0)):
-            one._threads = decoder.StepThreads()
+            one._threads = one_call.StepThreads()
             assert call(1) == (1, threads, 2)  # the first one makes the team
             few = 1 if threads else 2
             assert (call(1), call(8)) == ((1, threads, few), (8, threads, few))
@@ -307,7 +307,7 @@ def test_engines_that_keep_vllms_forward(monkeypatch):
     monkeypatch.delenv(settings.DECODER, raising=False)
 
     def reason(found):
-        return decoder.reason_against(found, found.model_config)
+        return one_call.reason_against(found, found.model_config)
 
     assert reason(config()) is None
     assert reason(config(speculation=SimpleNamespace(method="ngram"))) is None

@@ -296,8 +296,8 @@ def test_beside_another_plugin(order, registries, monkeypatch, cache, tmp_path):
     path = written(tmp_path / "files", "qwen3moe")
     if order == "it first":
         other_plugin(monkeypatch)
-    gguf.register()
-    gguf.register()  # once in a process is enough
+    gguf.register_gguf()
+    gguf.register_gguf()  # once in a process is enough
     if order == "it afterwards":
         other_plugin(monkeypatch)
     found = EngineArgs(str(path), max_model_len=64, enforce_eager=True).create_engine_config()
@@ -313,7 +313,7 @@ def test_a_config_and_a_tokenizer_of_ones_own(registries, cache, tmp_path):
     tiny = TinyModel("qwen3")
     tiny.model.config.max_position_embeddings = 77
     tiny.model.config.save_pretrained(tmp_path / "config")
-    gguf.register()
+    gguf.register_gguf()
     given = {"hf_config_path": str(tmp_path / "config"), "tokenizer": str(tmp_path / "config")}
     found = EngineArgs(str(path), skip_tokenizer_init=True, enforce_eager=True, **given).create_engine_config()
     assert found.model_config.max_model_len == 77 and found.model_config.tokenizer == str(tmp_path / "config")
@@ -323,7 +323,7 @@ def test_a_config_and_a_tokenizer_of_ones_own(registries, cache, tmp_path):
 def test_vllm_that_is_not_as_expected(registries, monkeypatch):
     monkeypatch.delattr(EngineArgs, "create_engine_config")
     with pytest.raises(RuntimeError, match="EngineArgs has no create_engine_config"):
-        gguf.register()
+        gguf.register_gguf()
     assert NAME not in quantization.QUANTIZATION_METHODS
 
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from w4a8.checkpoint.settings import EXPERT_COUNTS
+from w4a8.checkpoint.routers import EXPERT_COUNTS
 from w4a8.checkpoint.tensors import slices
 from w4a8.core.json_fields import CheckpointError, json_field
 from w4a8.core.matrix import Matrix
 from w4a8.core.pages import Pages
 from w4a8.core.weight import ExpertWeights, Weight
-from w4a8.formats import LeftOut, Scheme, float8, scheme_of
+from w4a8.formats import NotRead, Scheme, float8, scheme_of
 from w4a8.formats.format import all_suffixes, quantized_suffixes
 
 logger = logging.getLogger(__name__)
@@ -62,11 +62,11 @@ class FolderSource:
         """
         self.files, self.rules, self._model = files, float8.rules_with_float8(config), model or {}
         default = getattr(self.rules, "default", None)
-        self.is_stacked = isinstance(default, Scheme) and default.facts.is_stacked
+        self.is_stacked = isinstance(default, Scheme) and default.file_format.is_stacked
         self.keys: dict[str, tuple[str, str]] = {}
         self.types: dict[str, str] = {}
         self.tensors: dict[str, dict[str, Any]] = {}
-        self._schemes: dict[str, Scheme | LeftOut] = {}
+        self._schemes: dict[str, Scheme | NotRead] = {}
         for key, part in slices(files):
             stacked = _STACKED.fullmatch(key) if self.is_stacked else None
             name, suffix = self.keys[key] = stacked.groups() if stacked else key.rpartition(".")[::2]
@@ -82,7 +82,7 @@ class FolderSource:
             return True
         return "weight" in parts and isinstance(self.scheme(name), Scheme)
 
-    def scheme(self, name: str) -> Scheme | LeftOut:
+    def scheme(self, name: str) -> Scheme | NotRead:
         """How a matrix is stored, or why it is not read."""
         if name not in self._schemes:
             parts = self.tensors[name]
@@ -92,14 +92,14 @@ class FolderSource:
     def readable(self, name: str) -> Scheme:
         """How a matrix is stored; raises ValueError if it is not read."""
         found = self.scheme(name)
-        if isinstance(found, LeftOut):
+        if isinstance(found, NotRead):
             raise ValueError(found.reason)
         return found
 
     def suffixes(self, name: str) -> tuple[str, ...]:
         """Last parts of the names of a matrix's tensors."""
         found = self.scheme(name)
-        if isinstance(found, LeftOut):  # the error comes when the matrix is read
+        if isinstance(found, NotRead):  # the error comes when the matrix is read
             return all_suffixes()
         return (*found.required, *found.optional, "bias")
 
@@ -176,7 +176,7 @@ class FolderSource:
         scheme = self.scheme(name)
         if isinstance(scheme, float8.Float8Scheme):
             return "floats of 8 bits are rounded with a model alone (transformers, vLLM)"
-        return scheme.reason if isinstance(scheme, LeftOut) else None
+        return scheme.reason if isinstance(scheme, NotRead) else None
 
     def _stored(self, name: str, has_bias: bool) -> Weight:
         """A weight of the shape that its tensors have."""
@@ -202,10 +202,10 @@ class FolderSource:
             shards["w1"] = shards.pop("w3")
         if set(shards) not in _FAMILIES:
             raise ValueError(f"matrices {', '.join(sorted(shards))}, but w1, w3 and w2, or w13 and w2, are expected")
-        in_turns = self.is_stacked or self._model.get("model_type") == "gpt_oss"
-        if "w13" in shards and not in_turns:
+        interleaved = self.is_stacked or self._model.get("model_type") == "gpt_oss"
+        if "w13" in shards and not interleaved:
             raise ValueError(f"{shards['w13'][0].name}: whether its rows alternate gate and up is not known")
-        found = ExpertWeights(layer, shards, interleaved=in_turns)
+        found = ExpertWeights(layer, shards, interleaved=interleaved)
         text = json_field(self._model, "text_config", dict, "config.json: text_config") or self._model
         stated = {key: text[key] for key in EXPERT_COUNTS if text.get(key) is not None}
         if stated and found.experts not in stated.values():

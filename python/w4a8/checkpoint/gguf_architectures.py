@@ -128,7 +128,7 @@ class Architecture:
         eps: the key of the epsilon of norms, and the field.
         turned: rows of q and k are in ggml's order: in each head the rows that are rotated together are neighbours.
         transposed: stacks of experts are transposed in the model.
-        in_turns: gate and up alternate in the last dimension of their stack.
+        interleaved: gate and up alternate in the last dimension of their stack.
         norm_plus: number that the file adds to the weights of norms.
         tiled: order of the value heads of linear attention: the first of each key head, then the second of each, and so
             on.
@@ -146,7 +146,7 @@ class Architecture:
     eps: tuple[str, str] = (RMS_EPS, "rms_norm_eps")
     turned: bool = False
     transposed: bool = False
-    in_turns: bool = False
+    interleaved: bool = False
     norm_plus: int = 0
     tiled: bool = False
     joined: bool = False
@@ -262,7 +262,7 @@ ARCHITECTURES = {
         Routing(SOFTMAX_OF_SELECTED, activation=MoEActivation.SWIGLUOAI, follows={}),
         features=(heads, windows(2), yarn_of_gpt_oss),
         transposed=True,
-        in_turns=True,
+        interleaved=True,
     ),
     "deepseek2": Architecture(
         "DeepseekV2",

@@ -13,7 +13,7 @@ from w4a8.checkpoint.gguf_features import latent_attention, long_rope
 from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.checkpoint.gguf_key_table import check_keys
 from w4a8.checkpoint.gguf_keys import Keys
-from w4a8.checkpoint.settings import router_in_file
+from w4a8.checkpoint.routers import router_in_file
 
 
 def config_of(metadata: Mapping[str, Any], tensor_names: Sequence[str]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from w4a8.checkpoint.gguf_key_table import check_keys
 from w4a8.checkpoint.gguf_keys import Keys
 from w4a8.checkpoint.gguf_names import Source
 from w4a8.core.json_fields import CheckpointError, shorten
-from w4a8.core.matrix import SUPER, Matrix, joined
+from w4a8.core.matrix import SUPER, Matrix, concat_rows
 from w4a8.core.weight import ExpertWeights, Floats, Weight
 from w4a8.formats.gguf_blocks import TYPES
 
@@ -139,7 +139,7 @@ class GGUFLinears:
         name, file, types = names[0], self.file, " and ".join(dict.fromkeys(map(self.file.type_name, names)))
         tensor = file.tensors[name]
         if len(names) > 1:
-            first = joined([file.matrix(each, 0, 1) for each in names])
+            first = concat_rows([file.matrix(each, 0, 1) for each in names])
             shape = sum(file.tensors[each].shape[0] for each in names), tensor.shape[-1]
             return Weight(", ".join(names), shape, first.group, partial(self._joined_rows, names), tuple(names), types)
         if not 2 <= len(tensor.shape) <= 3:
@@ -223,7 +223,7 @@ class GGUFLinears:
 
     def _joined_rows(self, names: Sequence[str], begin: int, end: int) -> Iterator[tuple[int, Matrix]]:
         """As :attr:`Weight.read`, of several tensors."""
-        whole, order = joined([each for name in names for _, each in self.pieces(name)]), self.joined_order(names)
+        whole, order = concat_rows([each for name in names for _, each in self.pieces(name)]), self.joined_order(names)
         whole = whole if order is None else whole.with_rows(order)
         yield 0, whole.with_rows(slice(begin, end))
 
@@ -301,7 +301,7 @@ class GGUFLinears:
             return made if order is None else made[order]
         if leaves[0] in ("ffn_gate_exps", "ffn_gate_up_exps"):
             gate_up = values if len(values) == 2 else first.chunk(2, 1)
-            first = torch.stack(tuple(gate_up), 2 if self.architecture.in_turns else 1).flatten(1, 2)
+            first = torch.stack(tuple(gate_up), 2 if self.architecture.interleaved else 1).flatten(1, 2)
         return first.transpose(1, 2).contiguous() if self.architecture.transposed and first.dim() == 3 else first
 
 

@@ -26,7 +26,7 @@ from w4a8.formats.packed_directory import (
     STANDS_FOR,
     PackedTensor,
     Parts,
-    joined_as,
+    joined_layer_of,
 )
 
 # Part of the name of a block -> names of its experts' gate, up and down projections.
@@ -51,12 +51,12 @@ class PackedDirectory:
 
     def is_symmetric(self, module: str) -> bool:
         """Whether a module, and the modules that vLLM joins with it, have no zero points."""
-        return (joined_as(module) or module) not in self._with_zero_points
+        return (joined_layer_of(module) or module) not in self._with_zero_points
 
     @cached_property
     def _with_zero_points(self) -> set[object]:
         return {
-            joined_as(module) or module
+            joined_layer_of(module) or module
             for module, parts in self.packed.items()
             if any(stored.packed_as.zero_points for stored in parts.values())
         }

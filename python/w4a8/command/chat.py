@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from w4a8.command import loading
+from w4a8.command import model_loading
 from w4a8.command.model import HELP, find
 from w4a8.command.report import number
 
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=number(float, 0), default=0.7, help="0 is greedy (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of random numbers (%(default)s)")
     parser.add_argument("--threads", type=number(int, 1), help="of torch; the default is one per core")
-    loading.add_options(parser)
+    model_loading.add_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,8 +50,8 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     begin, path = time.perf_counter(), find(args.model)
-    model, report = loading.load(path, args)
-    tokenizer = loading.tokenizer_of(path)
+    model, report = model_loading.load(path, args)
+    tokenizer = model_loading.tokenizer_of(path)
     if tokenizer is None:
         if model.config.vocab_size != 256:
             raise ValueError(f"{args.model} has no tokenizer")

@@ -11,7 +11,7 @@ from w4a8.checkpoint.gguf_architectures import NOT_IN_VLLM, named
 from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.command.headers import Header, Mapped
 from w4a8.core.words import weights_in_words
-from w4a8.formats.packed_directory import ALL_STAND_FOR, joined_as
+from w4a8.formats.packed_directory import ALL_STAND_FOR, joined_layer_of
 from w4a8.nn.packed import PackedModule
 from w4a8.ops import read_header
 
@@ -90,7 +90,7 @@ def joined_not_in_vllm(layers: Iterable[Layer]) -> str:
     """Which matrices of several kinds vLLM would join in one layer; "" if there are none."""
     kinds: dict[tuple[str, int], dict[str, str]] = defaultdict(dict)
     for layer in layers:
-        joined = joined_as(layer.name)
+        joined = joined_layer_of(layer.name)
         if joined is not None:
             kinds[joined][layer.name.rpartition(".")[2]] = layer.what
     for (owner, _), there in kinds.items():

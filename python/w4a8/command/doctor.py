@@ -18,7 +18,7 @@ from w4a8 import compiled
 from w4a8.command import extras, machine
 from w4a8.command.report import add_json, labelled, show, table
 from w4a8.core.threads import cpus
-from w4a8.integrations.selftest import operator_problems
+from w4a8.integrations.expectations import operator_problems
 from w4a8.integrations.vllm import settings
 from w4a8.integrations.vllm.versions import reasons_against, untested
 

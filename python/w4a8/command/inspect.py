@@ -15,7 +15,7 @@ from typing import Any
 
 from w4a8.checkpoint.gguf_file import GGUFFile, is_gguf
 from w4a8.checkpoint.gguf_keys import Keys
-from w4a8.command import loading, machine
+from w4a8.command import machine, model_loading
 from w4a8.command.contents import (
     EMBEDDING,
     EXPERTS,
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     if args.layers:
         answer["layers"] = [vars(layer) for layer in layers]
     show(answer, text_of(answer), args.json)
-    damaged = answer["tokenizer"] and loading.OWN_CODE not in answer["tokenizer"]
+    damaged = answer["tokenizer"] and model_loading.OWN_CODE not in answer["tokenizer"]
     return 1 if answer["refused"] or damaged else 0
 
 
@@ -83,7 +83,7 @@ def examine(name: str, memory_speed: float | None = None) -> tuple[dict[str, Any
     token = token_bytes(layers, top_k)
     reading = answer.pop("reading")
     try:
-        loading.tokenizer_of(path)
+        model_loading.tokenizer_of(path)
         answer["tokenizer"] = ""
     except ValueError as error:
         answer["tokenizer"] = str(error)
@@ -148,9 +148,9 @@ def _folder(name: str, path: Path) -> tuple[dict[str, Any], list[Layer], int | N
     answer["not_in_vllm"] = "" if packed else joined_not_in_vllm(layers)
     if source is not None and is_mixed(source):
         answer["not_in_vllm"] = "its 8-bit floats are vLLM's own there; leave --quantization w4a8 out"
-    elif loading.is_rounded(path):
+    elif model_loading.is_rounded(path):
         answer["not_in_vllm"] = "floats stay floats there, unless --quantization w4a8 rounds them"
-    top_k = next((text[key] for key in loading.TOP_K if isinstance(text.get(key), int)), None)
+    top_k = next((text[key] for key in model_loading.TOP_K if isinstance(text.get(key), int)), None)
     return answer, layers, top_k
 
 
@@ -161,7 +161,7 @@ def _loaded(path: Path, headers: Mapping[str, Header] | None = None) -> tuple[An
         path: of a folder or a GGUF file.
         headers: of the folder's tensors; the files of a model on the Hub may be missing.
     """
-    loading.import_transformers()
+    model_loading.import_transformers()
     from w4a8.integrations.transformers.dry_run import dry_run
 
     files: dict[str, dict[str, Header]] = {}
@@ -169,7 +169,7 @@ def _loaded(path: Path, headers: Mapping[str, Header] | None = None) -> tuple[An
         files.setdefault(header.file.name, {})[key] = header
     if all((path / file).is_file() for file in files):
         with dry_run(files):
-            return loading.load(path, loading.DEFAULTS, headers=headers)
+            return model_loading.load(path, model_loading.DEFAULTS, headers=headers)
     with tempfile.TemporaryDirectory() as name, dry_run(files):
         folder = Path(name)
         for each in path.iterdir():
@@ -178,7 +178,7 @@ def _loaded(path: Path, headers: Mapping[str, Header] | None = None) -> tuple[An
         for file in files:
             (folder / file).touch()
         try:
-            return loading.load(folder, loading.DEFAULTS, headers=headers)
+            return model_loading.load(folder, model_loading.DEFAULTS, headers=headers)
         except ValueError as error:
             raise ValueError(str(error).replace(name, str(path))) from error
 

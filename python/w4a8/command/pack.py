@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from w4a8.checkpoint import packed_as_tensors
-from w4a8.command import loading
+from w4a8.command import model_loading
 from w4a8.command.model import HELP, find
 from w4a8.command.report import UsageError, add_json, labelled, show
 from w4a8.command.verify import SUMS, write_sums
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``w4a8 pack``."""
     parser.add_argument("model", metavar="MODEL", help=HELP)
     parser.add_argument("out", metavar="OUT", type=Path, help="the directory to make")
-    group = loading.add_options(parser)
+    group = model_loading.add_options(parser)
     group.add_argument(
         "--calibration",
         metavar="TEXT",
@@ -62,10 +62,10 @@ def run(args: argparse.Namespace) -> int:
     if out.is_mount() or out == Path.cwd():
         raise UsageError(f"{args.out} is a mount point or the folder that this runs in: name a directory inside")
     path = find(args.model)
-    if loading.is_packed(path):
+    if model_loading.is_packed(path):
         raise UsageError(f"{args.model} is packed already: copy the directory")
     others = args.format != "packed"
-    if others and not loading.is_rounded(path):
+    if others and not model_loading.is_rounded(path):
         raise UsageError(f"{args.model} is quantized already: leave --format {args.format} out")
     if others and args.scale_dtype is None:
         args.scale_dtype = "bfloat16"  # the type to which other readers convert scales
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--calibration {args.calibration}: {error.strerror}") from None
     os.environ.pop("W4A8_MEMORY", None)  # does not change OUT; unset, OUT is mapped when loaded again
     with _appearing(out) as folder:
-        model, report = loading.load(path, args, text)
+        model, report = model_loading.load(path, args, text)
         model.save_pretrained(folder, max_shard_size=_SHARD)
         without = _write_tokenizer(path, folder)
         _compare(model, folder)
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
 def _write_tokenizer(path: Path, folder: Path) -> str:
     """Why OUT has no tokenizer; "" if it has one."""
     try:
-        tokenizer = loading.tokenizer_of(path)
+        tokenizer = model_loading.tokenizer_of(path)
     except ValueError as error:
         return f"{error}; save another one to OUT"
     if tokenizer is None:

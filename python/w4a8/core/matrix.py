@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from w4a8.core.activation_groups import PER_TOKEN, resolve_activation_group
-from w4a8.core.float8 import exponents_of, multiplied_scales, powers_of_two
+from w4a8.core.float8_scales import exponents_of, multiplied_scales, powers_of_two
 from w4a8.core.kind import Kind
 from w4a8.core.nibbles import apart
 from w4a8.core.scale_types import E8M0, has_two_levels, kept_scale_dtypes, scale_type_name, scale_type_named
@@ -445,7 +445,7 @@ def floats_of_rows(packed: torch.Tensor, which: torch.Tensor, dtype: torch.dtype
     return found
 
 
-def joined(matrices: Sequence[Matrix]) -> Matrix:
+def concat_rows(matrices: Sequence[Matrix]) -> Matrix:
     """One matrix with the rows of all ``matrices``, which have the same K, without biases.
 
     Matrices of several kinds, groups or types are converted to INT6 or INT8 (:meth:`Matrix.as_integers`).

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from w4a8.core.float8 import are_powers_of_two
+from w4a8.core.float8_scales import are_powers_of_two
 from w4a8.core.kind import Kind
 from w4a8.ops import form_problem
 

@@ -9,7 +9,7 @@ import torch
 
 from w4a8.core.activation_groups import PER_TOKEN
 from w4a8.core.blocks import PANEL_ROWS, Blocks
-from w4a8.core.float8 import multiplied_scales
+from w4a8.core.float8_scales import multiplied_scales
 from w4a8.core.matrix import Matrix, PackedAs, pack_as, unpack_codes
 from w4a8.core.memory import fresh_bytes, take_pages
 from w4a8.core.scale_types import has_two_levels, holds_scales, kept_scale_dtypes, scale_type_name

@@ -18,7 +18,7 @@ keep their values. Codes have 4 bits, or 8 in GPTQ and pack-quantized.
 Each function takes the tensors by the last part of their names, and the name of the matrix for its errors. The
 ``quantization_config`` of the checkpoint decides the function and the group size of a module:
 
-    rules_of(config).of(name)    Scheme, with read(tensors, name), or LeftOut, with the reason
+    rules_of(config).of(name)    Scheme, with read(tensors, name), or NotRead, with the reason
 """
 
 from w4a8.core.kind import E2M1_VALUES as E2M1
@@ -33,7 +33,7 @@ from w4a8.formats.gptq import from_gptq
 from w4a8.formats.mxfp4 import from_mxfp4, from_mxfp4_pack_quantized, from_quark_mxfp4
 from w4a8.formats.nvfp4 import from_nvfp4, from_nvfp4_pack_quantized
 from w4a8.formats.rules import RULES, Rules, find_config, method_of, rules_of, scheme_of
-from w4a8.formats.scheme import LeftOut, Scheme
+from w4a8.formats.scheme import NotRead, Scheme
 
 # The values of ``quant_method`` whose checkpoints are read.
 METHODS = tuple(sorted(RULES))
@@ -44,8 +44,8 @@ __all__ = [
     "METHODS",
     "Format",
     "Kind",
-    "LeftOut",
     "Matrix",
+    "NotRead",
     "Part",
     "Rules",
     "Scheme",

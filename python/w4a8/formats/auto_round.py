@@ -9,12 +9,12 @@ from w4a8.core.json_fields import check_field, shorten
 from w4a8.core.matrix import Matrix
 from w4a8.core.patterns import Pattern
 from w4a8.formats.awq import from_awq
+from w4a8.formats.checks import Tensors
 from w4a8.formats.gptq import from_gptq
-from w4a8.formats.matrix import Tensors
 from w4a8.formats.mxfp4 import BLOCK as MX_BLOCK
 from w4a8.formats.nvfp4 import BLOCK as NV_BLOCK
 from w4a8.formats.rules import WHERE, BaseRules, Fields, objects, pattern, patterns, rules_for, strings
-from w4a8.formats.scheme import LeftOut, Scheme
+from w4a8.formats.scheme import NotRead, Scheme
 
 
 def packing_of(packing: str) -> tuple[str, int] | None:
@@ -56,19 +56,19 @@ class AutoRoundRules(BaseRules):
         self._blocks = strings(config, blocks) if blocks is not None else []
         self._blocks_key = f"{WHERE}.{blocks}"
         self._skipped = patterns(config, "modules_to_not_convert")
-        self._exact: dict[str, Scheme | LeftOut] = {}
-        self._by_pattern: list[tuple[Pattern, Scheme | LeftOut]] = []
+        self._exact: dict[str, Scheme | NotRead] = {}
+        self._by_pattern: list[tuple[Pattern, Scheme | NotRead]] = []
         for text, changes in objects(config, "extra_config").items():
             where = f"{WHERE}.extra_config[{shorten(text)}]"
             if changes.get("bits") in (16, 32):
-                found: Scheme | LeftOut = LeftOut(f"{where}.bits is {changes['bits']}: not quantized", quantized=False)
+                found: Scheme | NotRead = NotRead(f"{where}.bits is {changes['bits']}: not quantized", quantized=False)
             else:
                 found = self.attempt(changes, f" (by {where})")
             self._exact[text] = found
             if any(char in self._SPECIAL for char in text):
                 self._by_pattern.append((pattern(text, where), found))
 
-    def of(self, module: str) -> Scheme | LeftOut:
+    def of(self, module: str) -> Scheme | NotRead:
         """As :meth:`Rules.of`: by ``extra_config`` (whole name, end of the name, pattern), else by the other keys.
 
         These are ``modules_to_not_convert``, then the names of blocks, then ``lm_head``; else the default holds.
@@ -81,10 +81,10 @@ class AutoRoundRules(BaseRules):
         if found is not None:
             return found
         if any(pattern.search(module) for pattern in self._skipped):
-            return LeftOut.not_quantized(module, f"{WHERE}.modules_to_not_convert names it")
+            return NotRead.not_quantized(module, f"{WHERE}.modules_to_not_convert names it")
         if self._blocks and not any(module == block or module.startswith(f"{block}.") for block in self._blocks):
-            return LeftOut.not_quantized(module, f"{self._blocks_key} does not name its block")
-        return self.left_out_head(module) or self.default
+            return NotRead.not_quantized(module, f"{self._blocks_key} does not name its block")
+        return self.head_not_read(module) or self.default
 
     def scheme(self, fields: Fields) -> Scheme:
         kind, key = fields.first("data_type", default="int")

@@ -11,10 +11,10 @@ from w4a8.core.json_fields import check_field, shorten
 from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix
 from w4a8.core.nibbles import CODES, word_bytes, word_codes
-from w4a8.formats.format import Format, Part, register
-from w4a8.formats.matrix import SCALES_AND_ZEROS, Tensors, scales_and_zeros, take, take_bias
+from w4a8.formats.checks import SCALES_AND_ZEROS, Tensors, scales_and_zeros, take, take_bias
+from w4a8.formats.format import Format, Part, add_format
 from w4a8.formats.rules import WHERE, BaseRules, Fields, named, rules_for, strings
-from w4a8.formats.scheme import LeftOut, Scheme
+from w4a8.formats.scheme import NotRead, Scheme
 
 # Code i of word c is output feature 8 c + ORDER[i]; output feature 8 c + j is code INVERSE[j] of word c.
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -65,7 +65,7 @@ def from_awq(tensors: Tensors, name: str, group_size: int, symmetric: bool = Fal
     return Matrix(output_nibbles(weight), scales, zeros, Kind.INT4, take_bias(tensors, name, rows))
 
 
-AWQ = register(
+AWQ = add_format(
     Format(
         "awq",
         (
@@ -86,12 +86,12 @@ class AwqRules(BaseRules):
     def read_exceptions(self, config: Mapping[str, Any]) -> None:
         self._skipped = strings(config, "modules_to_not_convert")
 
-    def of(self, module: str) -> Scheme | LeftOut:
+    def of(self, module: str) -> Scheme | NotRead:
         """As :meth:`Rules.of`: a module whose name contains an entry of ``modules_to_not_convert`` is left out."""
         entry = named(module, self._skipped)
         if entry is not None:
-            return LeftOut.not_quantized(module, f"{WHERE}.modules_to_not_convert has {shorten(entry)}")
-        return self.left_out_head(module) or self.default
+            return NotRead.not_quantized(module, f"{WHERE}.modules_to_not_convert has {shorten(entry)}")
+        return self.head_not_read(module) or self.default
 
     def scheme(self, fields: Fields) -> Scheme:
         fields.bits("bits", "w_bit", allowed=(4,))

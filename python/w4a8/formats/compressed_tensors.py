@@ -14,8 +14,7 @@ from w4a8.core.matrix import GROUP_SIZES, Matrix, is_group_size
 from w4a8.core.nibbles import check_int4_range, to_nibbles, word_bytes, word_codes
 from w4a8.core.patterns import Pattern, name_or_pattern, names_field
 from w4a8.core.quant_args import QuantizationArgs
-from w4a8.formats.format import Format, Part, register
-from w4a8.formats.matrix import (
+from w4a8.formats.checks import (
     Tensors,
     check_g_idx,
     checked_zeros,
@@ -26,12 +25,13 @@ from w4a8.formats.matrix import (
     take_bias,
     take_scales,
 )
+from w4a8.formats.format import Format, Part, add_format
 from w4a8.formats.mxfp4 import BLOCK as MX_BLOCK
 from w4a8.formats.mxfp4 import MXFP4_PACK
 from w4a8.formats.nvfp4 import BLOCK as NV_BLOCK
 from w4a8.formats.nvfp4 import NVFP4_PACK
 from w4a8.formats.rules import rules_for
-from w4a8.formats.scheme import LeftOut, Scheme, scheme_or_left_out
+from w4a8.formats.scheme import NotRead, Scheme, scheme_or_not_read
 
 
 def _rest(
@@ -115,7 +115,7 @@ def check_words(words: tuple[int, ...], name: str, rows: int, features: int, bit
 
 _SCALES = Part("weight_scale", "weight_scale", torch.float32, ("n", "g"))
 _G_IDX = Part("weight_g_idx", "g_idx", torch.int32, ("k",))
-INT_QUANTIZED = register(
+INT_QUANTIZED = add_format(
     Format(
         "int-quantized",
         (
@@ -127,7 +127,7 @@ INT_QUANTIZED = register(
         lambda tensors, name, scheme: from_int_quantized(tensors, name, scheme.group_size, scheme.symmetric),
     )
 )
-PACK_QUANTIZED = register(
+PACK_QUANTIZED = add_format(
     Format(
         "pack-quantized",
         (
@@ -241,17 +241,17 @@ class CompressedTensorsRules:
         self._group_of = group_of
         self._targets = _compiled(group_of, f"a target of {key}")
 
-    def of(self, module: str) -> Scheme | LeftOut:
+    def of(self, module: str) -> Scheme | NotRead:
         """How a linear module is stored, or why it is left out. Names go before patterns, patterns before classes."""
         entry = _match(module, self._ignore)
         if entry is not None:
-            return LeftOut.not_quantized(module, f"quantization_config.ignore has {shorten(entry)}")
+            return NotRead.not_quantized(module, f"quantization_config.ignore has {shorten(entry)}")
         target = _match(module, self._targets)
         if target is None:
             key = "quantization_config.config_groups"
             why = f"no target in {key} matches it" if self._groups else f"{key} is missing"
-            return LeftOut.not_quantized(module, why)
-        return scheme_or_left_out(partial(self._scheme, self._group_of[target], module))
+            return NotRead.not_quantized(module, why)
+        return scheme_or_not_read(partial(self._scheme, self._group_of[target], module))
 
     def _scheme(self, name: str, module: str) -> Scheme:
         group = self._groups[name]

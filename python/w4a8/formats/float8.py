@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from w4a8.core.float8 import E4M3
+from w4a8.core.float8_scales import E4M3
 from w4a8.core.json_fields import check_field
+from w4a8.formats.checks import FLOAT_TYPES, Tensors, expect_shape, take, take_bias
 from w4a8.formats.compressed_tensors import CompressedTensorsRules
 from w4a8.formats.format import FLOAT8_SCALE
-from w4a8.formats.matrix import FLOAT_TYPES, Tensors, expect_shape, take, take_bias
 from w4a8.formats.rules import WHERE, Rules, method_of, rules_of
-from w4a8.formats.scheme import LeftOut, Scheme
+from w4a8.formats.scheme import NotRead, Scheme
 
 METHOD = "fp8"  # of DeepSeek-V3, MiniMax-M2 and Qwen3
 _COMPRESSED = "compressed-tensors"
@@ -86,7 +86,7 @@ class _Float8Rules:
         why = f"{WHERE}.quant_method is {METHOD!r}"
         self._scheme = Float8Scheme("float8", -1, True, weight_only=why, bits=8, block=block, scale=scale)
 
-    def of(self, module: str) -> Scheme | LeftOut:
+    def of(self, module: str) -> Scheme | NotRead:
         """As :meth:`Rules.of`."""
         return self._scheme
 

@@ -108,7 +108,7 @@ class Format:
 FORMATS: dict[str, Format] = {}
 
 
-def register(made: Format) -> Format:
+def add_format(made: Format) -> Format:
     """Adds a format to :data:`FORMATS`."""
     FORMATS[made.name] = made
     return made

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from w4a8.core.blocks import BlockType
-from w4a8.core.float8 import powers_of_two
+from w4a8.core.float8_scales import powers_of_two
 from w4a8.core.kind import Kind
 from w4a8.core.matrix import SUPER, Matrix
 

@@ -13,10 +13,10 @@ from w4a8.core.kind import integers_of
 from w4a8.core.matrix import Matrix
 from w4a8.core.nibbles import word_bytes, word_codes
 from w4a8.core.patterns import Pattern
-from w4a8.formats.format import Format, Part, register
-from w4a8.formats.matrix import SCALES_AND_ZEROS, Tensors, check_g_idx, scales_and_zeros, take, take_bias
+from w4a8.formats.checks import SCALES_AND_ZEROS, Tensors, check_g_idx, scales_and_zeros, take, take_bias
+from w4a8.formats.format import Format, Part, add_format
 from w4a8.formats.rules import WHERE, BaseRules, Fields, named, objects, pattern, rules_for, strings
-from w4a8.formats.scheme import LeftOut, Scheme
+from w4a8.formats.scheme import NotRead, Scheme
 
 
 def from_gptq(tensors: Tensors, name: str, group_size: int, symmetric: bool, version: int = 1, bits: int = 4) -> Matrix:
@@ -65,7 +65,7 @@ def _read(tensors: Tensors, name: str, scheme: Scheme) -> Matrix:
     return from_gptq(tensors, name, scheme.group_size, scheme.symmetric, scheme.version, scheme.bits)
 
 
-GPTQ = register(
+GPTQ = add_format(
     Format(
         "gptq",
         (
@@ -86,14 +86,14 @@ class GptqRules(BaseRules):
 
     def read_exceptions(self, config: Mapping[str, Any]) -> None:
         self._inside = strings(config, "modules_in_block_to_quantize")
-        self._dynamic: list[tuple[Pattern, str, Scheme | LeftOut | None]] = []
+        self._dynamic: list[tuple[Pattern, str, Scheme | NotRead | None]] = []
         for text, changes in objects(config, "dynamic").items():
             where = f"{WHERE}.dynamic[{shorten(text)}]"
             expression = pattern(text[2:] if text[:2] in ("+:", "-:") else text, where)
             found = None if text.startswith("-:") else self.attempt(changes, f" (by {where})")
             self._dynamic.append((expression, where, found))
 
-    def of(self, module: str) -> Scheme | LeftOut:
+    def of(self, module: str) -> Scheme | NotRead:
         """As :meth:`Rules.of`: the first entry of ``dynamic`` that matches from the name's start decides.
 
         Other modules have the default. Left out are ``lm_head`` unless the key of this name is true, and modules that
@@ -101,12 +101,12 @@ class GptqRules(BaseRules):
         """
         for expression, where, found in self._dynamic:
             if expression.match(module):
-                return found or LeftOut.not_quantized(module, f"{where} leaves it out")
-        head = self.left_out_head(module)
+                return found or NotRead.not_quantized(module, f"{where} leaves it out")
+        head = self.head_not_read(module)
         if head is not None:
             return head
         if self._inside and named(module, self._inside) is None and module.rpartition(".")[2] != "lm_head":
-            return LeftOut.not_quantized(module, f"{WHERE}.modules_in_block_to_quantize does not name it")
+            return NotRead.not_quantized(module, f"{WHERE}.modules_in_block_to_quantize does not name it")
         return self.default
 
     def scheme(self, fields: Fields) -> Scheme:

@@ -10,7 +10,7 @@ from typing import Any
 from w4a8.core.json_fields import check_field, json_field, shorten
 from w4a8.formats.nvfp4 import BLOCK, MODELOPT_NVFP4
 from w4a8.formats.rules import WHERE, rules_for
-from w4a8.formats.scheme import LeftOut, Scheme, scheme_or_left_out
+from w4a8.formats.scheme import NotRead, Scheme, scheme_or_not_read
 
 MIXED = "MIXED_PRECISION"
 # ``quant_algo`` for 4-bit weights, with inputs in 4 bits and in floats.
@@ -36,8 +36,8 @@ class ModelOptRules:
         self._skipped = json_field(config, skipped, list, self._skipped_key) or []
         for entry in self._skipped:
             check_field(isinstance(entry, str), f"an entry of {self._skipped_key}", entry, "a name")
-        self._layers: dict[str, Scheme | LeftOut] | None = None
-        self.default: Scheme | LeftOut
+        self._layers: dict[str, Scheme | NotRead] | None = None
+        self.default: Scheme | NotRead
         if _algorithm(config) == MIXED:
             key = f"{self._where}.quantized_layers"
             layers = json_field(config, "quantized_layers", dict, key) or {}
@@ -45,28 +45,28 @@ class ModelOptRules:
             self._layers = {
                 name: _found(json_field(layers, name, dict, where[name]) or {}, where[name]) for name in layers
             }
-            self.default = LeftOut(f"not quantized: {key} does not name it", quantized=False)
+            self.default = NotRead(f"not quantized: {key} does not name it", quantized=False)
         else:
             self.default = _found(config, self._where)
 
-    def of(self, module: str) -> Scheme | LeftOut:
+    def of(self, module: str) -> Scheme | NotRead:
         """As :meth:`Rules.of`: a module is left out if an entry matches the name of the module or of an outer module.
 
         In MIXED_PRECISION the entry of ``quantized_layers`` with the longest such name decides.
         """
         for entry in self._skipped:
             if fnmatchcase(module, entry) or fnmatchcase(module, f"{entry}.*"):
-                return LeftOut.not_quantized(module, f"{self._skipped_key} has {shorten(entry)}")
+                return NotRead.not_quantized(module, f"{self._skipped_key} has {shorten(entry)}")
         if self._layers is None:
             return self.default
         name = module
         while name and name not in self._layers:
             name = name.rpartition(".")[0]
-        return self._layers[name] if name else LeftOut(f"{module} is {self.default.reason}", quantized=False)
+        return self._layers[name] if name else NotRead(f"{module} is {self.default.reason}", quantized=False)
 
 
-def _found(config: Mapping[str, Any], where: str) -> Scheme | LeftOut:
-    return scheme_or_left_out(partial(_scheme, config, where))
+def _found(config: Mapping[str, Any], where: str) -> Scheme | NotRead:
+    return scheme_or_not_read(partial(_scheme, config, where))
 
 
 def _algorithm(config: Mapping[str, Any]) -> object:

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from w4a8.core.float8 import powers_of_two
+from w4a8.core.float8_scales import powers_of_two
 from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix
-from w4a8.formats.format import Format, Part, register
-from w4a8.formats.matrix import Tensors, expect_shape, take, take_bias, take_blocks
+from w4a8.formats.checks import Tensors, expect_shape, take, take_bias, take_blocks
+from w4a8.formats.format import Format, Part, add_format
 from w4a8.formats.rules import WHERE, BaseRules, Fields, patterns, rules_for
-from w4a8.formats.scheme import LeftOut, Scheme
+from w4a8.formats.scheme import NotRead, Scheme
 
 BLOCK = 32
 
@@ -104,7 +104,7 @@ def _register(name: str, read: Callable[[Tensors, str], Matrix], codes: str, sca
         Part(scales, "weight_scale", torch.uint8, ("n", "g")),
         *facts.pop("others", ()),
     )
-    return register(Format(name, parts, lambda tensors, name, _: read(tensors, name), Kind.E2M1, **facts))
+    return add_format(Format(name, parts, lambda tensors, name, _: read(tensors, name), Kind.E2M1, **facts))
 
 
 MXFP4 = _register("mxfp4", from_mxfp4, "blocks", "scales", features=_features, is_stacked=True)
@@ -126,12 +126,12 @@ class Mxfp4Rules(BaseRules):
     def read_exceptions(self, config: Mapping[str, Any]) -> None:
         self._skipped = patterns(config, "modules_to_not_convert")
 
-    def of(self, module: str) -> Scheme | LeftOut:
+    def of(self, module: str) -> Scheme | NotRead:
         """As :meth:`Rules.of`: experts alone, unless ``modules_to_not_convert`` matches from the start of the name."""
         if "experts" not in module.split("."):
-            return LeftOut.not_quantized(module, "MXFP4 is for experts")
+            return NotRead.not_quantized(module, "MXFP4 is for experts")
         if any(pattern.match(module) for pattern in self._skipped):
-            return LeftOut.not_quantized(module, f"{WHERE}.modules_to_not_convert names it")
+            return NotRead.not_quantized(module, f"{WHERE}.modules_to_not_convert names it")
         return self.default
 
     def scheme(self, fields: Fields) -> Scheme:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from w4a8.core.float8 import E4M3
+from w4a8.core.float8_scales import E4M3
 from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix
-from w4a8.formats.format import Format, Part, register
-from w4a8.formats.matrix import Tensors, take, take_bias, take_blocks
+from w4a8.formats.checks import Tensors, take, take_bias, take_blocks
+from w4a8.formats.format import Format, Part, add_format
 
 BLOCK = 16
 
@@ -98,7 +98,7 @@ def _parts(suffixes: tuple[str, str], *more: Part) -> tuple[Part, ...]:
     )
 
 
-NVFP4_PACK = register(
+NVFP4_PACK = add_format(
     Format(
         "nvfp4-pack-quantized",
         _parts(("weight_packed", "weight_global_scale")),
@@ -107,7 +107,7 @@ NVFP4_PACK = register(
         unused=("input_global_scale",),
     )
 )
-MODELOPT_NVFP4 = register(
+MODELOPT_NVFP4 = add_format(
     Format(
         "modelopt-nvfp4",
         _parts(("weight", "weight_scale_2"), Part("pre_quant_scale", "input_scale", torch.float32, ("k",))),

@@ -50,7 +50,7 @@ def is_packed(config: Mapping[str, Any] | None) -> bool:
     return config is not None and config.get("quant_method") == METHOD
 
 
-def joined_as(name: str) -> tuple[str, int] | None:
+def joined_layer_of(name: str) -> tuple[str, int] | None:
     """The joined layer of vLLM that a projection is part of: owner and index in JOINED; None: a layer of its own."""
     owner, _, last = name.rpartition(".")
     return next(((owner, number) for number, names in enumerate(JOINED) if last in names), None)

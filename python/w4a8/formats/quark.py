@@ -11,7 +11,7 @@ from w4a8.core.json_fields import CheckpointError, check_field, json_field, shor
 from w4a8.core.patterns import Pattern, name_or_pattern, names_field
 from w4a8.formats.mxfp4 import BLOCK, QUARK_MXFP4
 from w4a8.formats.rules import WHERE, rules_for
-from w4a8.formats.scheme import LeftOut, Scheme, scheme_or_left_out
+from w4a8.formats.scheme import NotRead, Scheme, scheme_or_not_read
 
 
 @rules_for("quark")
@@ -38,7 +38,7 @@ class QuarkRules:
         key = f"{WHERE}.global_quant_config"
         self.default = self._try(json_field(config, "global_quant_config", dict, key) or {}, key)
 
-    def of(self, module: str) -> Scheme | LeftOut:
+    def of(self, module: str) -> Scheme | NotRead:
         """As :meth:`Rules.of`: a module is left out if ``exclude`` matches its whole name (with ``re:`` its start).
 
         Other modules are stored as the first matching entry of ``layer_quant_config`` says, else as
@@ -46,14 +46,14 @@ class QuarkRules:
         """
         entry = self._excluded.first(module)
         if entry is not None:
-            return LeftOut.not_quantized(module, f"{WHERE}.exclude has {shorten(entry)}")
+            return NotRead.not_quantized(module, f"{WHERE}.exclude has {shorten(entry)}")
         entry = self._named.first(module)
         found = self._types.get("Linear", self.default) if entry is None else self._layers[entry]
-        if isinstance(found, LeftOut):
-            return LeftOut(f"{module}: {found.reason}", found.quantized)
+        if isinstance(found, NotRead):
+            return NotRead(f"{module}: {found.reason}", found.quantized)
         return found
 
-    def _entries(self, config: Mapping[str, Any], name: str) -> dict[str, Scheme | LeftOut]:
+    def _entries(self, config: Mapping[str, Any], name: str) -> dict[str, Scheme | NotRead]:
         """Reads an object of objects: entry -> how the modules of the entry are stored."""
         key = f"{WHERE}.{name}"
         found = json_field(config, name, dict, key) or {}
@@ -64,13 +64,13 @@ class QuarkRules:
             entry: self._try(json_field(found, entry, dict, where[entry]) or {}, where[entry], entry) for entry in found
         }
 
-    def _try(self, entry: Mapping[str, Any], where: str, name: str = "") -> Scheme | LeftOut:
+    def _try(self, entry: Mapping[str, Any], where: str, name: str = "") -> Scheme | NotRead:
         if entry.get("weight") is None:
-            return LeftOut(f"{where}.weight is missing: not quantized", quantized=False)
+            return NotRead(f"{where}.weight is missing: not quantized", quantized=False)
         # Quantized outputs for the KV cache, and of q_proj beside it, are ignored: the cache has its own type here.
         outputs = any(fnmatchcase(name, cached) for cached in self._cached)
         outputs = outputs or (bool(self._cached) and name.endswith("q_proj"))
-        return scheme_or_left_out(partial(_scheme, entry, where, outputs))
+        return scheme_or_not_read(partial(_scheme, entry, where, outputs))
 
 
 def _check_algorithms(config: Mapping[str, Any]) -> None:

@@ -15,7 +15,7 @@ from w4a8.core.json_fields import CheckpointError, check_field, json_field, read
 from w4a8.core.matrix import GROUP_SIZES, is_group_size
 from w4a8.core.patterns import Pattern
 from w4a8.formats.format import quantized_suffixes
-from w4a8.formats.scheme import LeftOut, Scheme, scheme_or_left_out
+from w4a8.formats.scheme import NotRead, Scheme, scheme_or_not_read
 
 WHERE = "quantization_config"
 RULES: dict[str, Callable[[Mapping[str, Any]], Rules]] = {}
@@ -30,13 +30,13 @@ def rules_for(method: str, file: str | None = None) -> Callable[[Any], Any]:
         file: the file in which older tools wrote the configuration, before config.json had it.
     """
 
-    def register(rules: Any) -> Any:
+    def add_rules(rules: Any) -> Any:
         RULES[method] = rules
         if file is not None:
             _OLDER[file] = method
         return rules
 
-    return register
+    return add_rules
 
 
 class Rules(Protocol):
@@ -45,7 +45,7 @@ class Rules(Protocol):
     Rules may have an attribute ``default``: how a module is stored that no entry of the configuration names.
     """
 
-    def of(self, module: str) -> Scheme | LeftOut:
+    def of(self, module: str) -> Scheme | NotRead:
         """How a module is stored.
 
         Args:
@@ -128,7 +128,7 @@ def scheme_of(
     module: str,
     suffixes: Collection[str],
     is_int8: Callable[[], bool] = lambda: False,
-) -> Scheme | LeftOut:
+) -> Scheme | NotRead:
     """How a module is stored whose tensors have the last parts ``suffixes`` in their names.
 
     The tensors in files decide whether a module is quantized: configurations name left-out modules by parts of names,
@@ -139,7 +139,7 @@ def scheme_of(
     quantized = any(suffix in suffixes for suffix in quantized_suffixes())
     if isinstance(found, Scheme):
         quantized = quantized or (found.weight == "weight" and "weight" in suffixes and is_int8())
-        return found if quantized else LeftOut.not_quantized(module, "it has weights without scales")
+        return found if quantized else NotRead.not_quantized(module, "it has weights without scales")
     default = getattr(rules, "default", None)
     if not found.quantized and quantized and isinstance(default, Scheme) and default.weight in suffixes:
         return default
@@ -223,18 +223,18 @@ class BaseRules:
     def read_exceptions(self, config: Mapping[str, Any]) -> None:
         raise NotImplementedError
 
-    def attempt(self, changes: Mapping[str, Any], where: str) -> Scheme | LeftOut:
+    def attempt(self, changes: Mapping[str, Any], where: str) -> Scheme | NotRead:
         """How a module is stored with ``changes`` to the configuration; ``where`` follows the reason in messages."""
-        return scheme_or_left_out(partial(self.scheme, Fields({**self.config, **changes})), where)
+        return scheme_or_not_read(partial(self.scheme, Fields({**self.config, **changes})), where)
 
     def scheme(self, fields: Fields) -> Scheme:
         raise NotImplementedError
 
-    def left_out_head(self, module: str) -> LeftOut | None:
-        """LeftOut for ``lm_head`` unless the configuration says that it is quantized; None for other modules."""
+    def head_not_read(self, module: str) -> NotRead | None:
+        """NotRead for ``lm_head`` unless the configuration says that it is quantized; None for other modules."""
         if module.rpartition(".")[2] != "lm_head" or self.config.get("lm_head") is True:
             return None
-        return LeftOut.not_quantized(module, f"{WHERE}.lm_head is not true")
+        return NotRead.not_quantized(module, f"{WHERE}.lm_head is not true")
 
 
 def named(module: str, entries: Iterable[str]) -> str | None:

@@ -11,8 +11,8 @@ from w4a8.core.activation_groups import PER_TOKEN
 from w4a8.core.json_fields import CheckpointError
 from w4a8.core.kind import Kind, integers_of
 from w4a8.core.matrix import Matrix
+from w4a8.formats.checks import Tensors, checked_zeros, stated_shape, take
 from w4a8.formats.format import FORMATS, Format, Part, parts_of
-from w4a8.formats.matrix import Tensors, checked_zeros, stated_shape, take
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Scheme:
         return PER_TOKEN if asked is None and self.weight_only is None else asked
 
     @property
-    def facts(self) -> Format:
+    def file_format(self) -> Format:
         """The facts that all matrices of the format share."""
         return FORMATS[self.format]
 
@@ -57,7 +57,7 @@ class Scheme:
     @property
     def kind(self) -> Kind:
         """Kind of the codes."""
-        return self.facts.kind or integers_of(self.bits)
+        return self.file_format.kind or integers_of(self.bits)
 
     @property
     def channel_scales(self) -> bool:
@@ -107,7 +107,7 @@ class Scheme:
         """
         if self.states_shape:
             return stated_shape({"weight_shape": weight_shape}, name)
-        features = self.facts.features or self.parts[0].features
+        features = self.file_format.features or self.parts[0].features
         return features(codes, name)
 
     def read(self, tensors: Tensors, name: str) -> Matrix:
@@ -119,7 +119,7 @@ class Scheme:
         """
         if self.format not in FORMATS:
             raise ValueError(f"{name}: the format {self.format!r} has no reader")
-        return self.facts.read(tensors, name, self)
+        return self.file_format.read(tensors, name, self)
 
     def check_zero_points(self, tensor: torch.Tensor, name: str) -> None:
         """Checks zero points of a symmetric scheme, for a matrix that was read before its zero points were loaded.
@@ -129,11 +129,11 @@ class Scheme:
         """
         part = next(part for part in self.parts if part.kind == "zero_points")
         words = take({part.suffix: tensor}, name, part.suffix, (part.dtype,), 2)
-        checked_zeros(self.facts.spare_zeros(words, self), name, part.suffix, True, self.bits)
+        checked_zeros(self.file_format.spare_zeros(words, self), name, part.suffix, True, self.bits)
 
 
 @dataclass(frozen=True)
-class LeftOut:
+class NotRead:
     """A module that is not read: not quantized, or quantized in a way that the operators do not have.
 
     Attributes:
@@ -145,19 +145,19 @@ class LeftOut:
     quantized: bool
 
     @classmethod
-    def not_quantized(cls, module: str, why: str) -> LeftOut:
+    def not_quantized(cls, module: str, why: str) -> NotRead:
         """For a module that is not quantized at all."""
         return cls(f"{module} is not quantized: {why}", quantized=False)
 
 
-def scheme_or_left_out(read: Callable[[], Scheme], where: str = "") -> Scheme | LeftOut:
-    """The scheme that ``read`` returns, or LeftOut if ``read`` raises CheckpointError.
+def scheme_or_not_read(read: Callable[[], Scheme], where: str = "") -> Scheme | NotRead:
+    """The scheme that ``read`` returns, or NotRead if ``read`` raises CheckpointError.
 
     Args:
         read: reads a part of a configuration.
-        where: text that follows the reason of LeftOut.
+        where: text that follows the reason of NotRead.
     """
     try:
         return read()
     except CheckpointError as error:
-        return LeftOut(f"{error}{where}", quantized=True)
+        return NotRead(f"{error}{where}", quantized=True)

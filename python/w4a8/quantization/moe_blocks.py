@@ -89,7 +89,7 @@ class Experts:
             return self.act_fn(rows)
         gate, up = rows.chunk(2, -1)
         if isinstance(self.act_fn, Activation):
-            return _joined(gate, up, self.act_fn, self.numbers)
+            return _gate_times_up(gate, up, self.act_fn, self.numbers)
         return self.act_fn(gate) * up
 
     @property
@@ -159,7 +159,7 @@ def fused_experts(
     w13, w2, w13_bias, w2_bias = (*(chosen[name] for name in names), None, None)[:4]
     if _is_transposed(module):
         w13, w2 = (Each(stack, lambda weight: weight.T) for stack in (w13, w2))
-    if _alternates(module):
+    if _is_interleaved(module):
         w13, w13_bias = (None if stack is None else Each(stack, _gate_then_up) for stack in (w13, w13_bias))
     activation, numbers = _gate(module)
     return Experts(w13, w2, activation, w13_bias, w2_bias, numbers, _has_gate(module))
@@ -184,7 +184,7 @@ def stacks_problem(module: torch.nn.Module) -> str | None:
         return f"{name} has not the common interface of experts, so what it computes is not known"
     if getattr(module, "has_post_expert_norm", False):
         return "its experts have has_post_expert_norm = True"
-    if _alternates(module) and _has_usual_gate(module):
+    if _is_interleaved(module) and _has_usual_gate(module):
         return "its experts have is_concatenated = False"
     names = _parameters(module)
     given = dict(module.named_parameters())
@@ -227,7 +227,7 @@ def is_gpt_oss(module: torch.nn.Module) -> bool:
     return type(module).__name__ == "GptOssExperts"
 
 
-def _alternates(module: torch.nn.Module) -> bool:
+def _is_interleaved(module: torch.nn.Module) -> bool:
     return is_gpt_oss(module) or not getattr(module, "is_concatenated", True)
 
 
@@ -253,7 +253,7 @@ def _gate(module: torch.nn.Module) -> tuple[Callable[[torch.Tensor], torch.Tenso
     steps = torch.linspace(-2.5 * scale, 2.5 * scale, 41, dtype=torch.double, device="cpu")
     steps = torch.cat([steps, *(steps.new_tensor([-size, size]) for size in (1e3, 1e6))])
     gate, up = torch.meshgrid(steps, steps, indexing="ij")
-    rows = torch.stack([gate, up], -1).flatten(-2) if _alternates(module) else torch.cat([gate, up], -1)
+    rows = torch.stack([gate, up], -1).flatten(-2) if _is_interleaved(module) else torch.cat([gate, up], -1)
     try:
         given = type(module)._apply_gate(module, rows)
     except Exception:  # whatever it needs besides
@@ -265,7 +265,7 @@ def _gate(module: torch.nn.Module) -> tuple[Callable[[torch.Tensor], torch.Tenso
         (Activation.SILU, GateNumbers(limit, alpha)),
         (Activation.SWIGLU_STEP, GateNumbers(limit)),
     ):
-        if torch.allclose(given, _joined(gate, up, activation, numbers), 1e-6, 0.0):
+        if torch.allclose(given, _gate_times_up(gate, up, activation, numbers), 1e-6, 0.0):
             own = _DEFAULTS[activation]
             return activation, GateNumbers(*(None if x == y else x for x, y in zip(numbers, own)))
     return None
@@ -279,7 +279,7 @@ _DEFAULTS = {
 }
 
 
-def _joined(gate: torch.Tensor, up: torch.Tensor, activation: Activation, numbers: GateNumbers) -> torch.Tensor:
+def _gate_times_up(gate: torch.Tensor, up: torch.Tensor, activation: Activation, numbers: GateNumbers) -> torch.Tensor:
     """The operator's activation, by torch (docs/numerics.md, section 5)."""
     limit, alpha, beta = (own if x is None else x for x, own in zip(numbers, _DEFAULTS[activation]))
     up = up.clamp(-limit, limit)

@@ -12,7 +12,7 @@ from w4a8.nn import QuantOptions, W4A8Linear
 from w4a8.progress import progress_bar
 from w4a8.quantization.calibration import Found, batches_of, round_in_turn
 from w4a8.quantization.expert_rows import ExpertRounding
-from w4a8.quantization.guard import refuse_resizing
+from w4a8.quantization.float_guard import refuse_resizing
 from w4a8.quantization.moe_blocks import adopt, fused_experts, listed_experts
 from w4a8.quantization.plan import Job, make_plan
 from w4a8.quantization.recipe import choose, moments_of

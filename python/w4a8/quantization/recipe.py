@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from w4a8.formats.packed_directory import joined_as
+from w4a8.formats.packed_directory import joined_layer_of
 from w4a8.nn import QuantOptions
 from w4a8.nn.rounding import round_weight
 from w4a8.quantization.calibration import call, watched
@@ -88,7 +88,7 @@ def choose(
         return
     together: dict[object, list[Job]] = {}
     for job in jobs:
-        together.setdefault(joined_as(job.names[0]) or job.names[0], []).append(job)
+        together.setdefault(joined_layer_of(job.names[0]) or job.names[0], []).append(job)
     sizes = {id(job): _matrices(model, job) for job in jobs}
     ladders = [_ladder(group, sizes, base, moments) for group in together.values()]
     weights, least = sum(read for _, read in sizes.values()), sum(ladder[0].bits for ladder in ladders)

@@ -91,7 +91,7 @@ def _transformed(op: Any, lower: Any) -> Callable[..., Any]:
     return kernel
 
 
-def register() -> list[torch.library.Library]:
+def register_backward() -> list[torch.library.Library]:
     """Registers it for all operators; it lasts as long as what is returned."""
     internal = torch.library.Library("w4a8_internal", "FRAGMENT")
     internal.define("refuse_backward(Tensor output, Tensor[] inputs, str op) -> Tensor")

@@ -148,7 +148,7 @@ def _register() -> None:
     from w4a8.stable import backward, meta
 
     # Torch takes back what a Library registered when the object goes: kept where no import replaces it.
-    torch.ops.w4a8_internal.registrations = (backward.register(), meta.register())
+    torch.ops.w4a8_internal.registrations = (backward.register_backward(), meta.register_meta())
 
 
 _register()

@@ -72,7 +72,7 @@ def _kernel(op: Any) -> Callable[..., Any]:
     return kernel
 
 
-def register() -> torch.library.Library:
+def register_meta() -> torch.library.Library:
     """Registers one for each operator that the library has for numbers; they last as long as what is returned."""
     library = torch.library.Library("w4a8", "IMPL")
     for name, op in operators("w4a8_internal"):

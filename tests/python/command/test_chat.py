@@ -15,7 +15,7 @@ from gguf_models import TinyModel  # noqa: E402
 from test_quantize_transformers import make_model  # noqa: E402
 
 import w4a8  # noqa: E402
-from w4a8.command import chat, extras, loading, main  # noqa: E402
+from w4a8.command import chat, extras, main, model_loading  # noqa: E402
 from w4a8.integrations.transformers import W4A8Config, fuse  # noqa: E402
 
 TOOL_WRITTEN = multiplied_out.TOOL_WRITTEN
@@ -124,7 +124,7 @@ def test_a_text_begins_with_bos_as_in_llama_cpp(keys, adds, tmp_path):
     tokens = {"model": "gpt2", "tokens": ["<pad>", "<s>", "</s>", *letters, "ab"], "merges": ["a b"], **keys}
     tokens |= {"token_type": [3, 3, 3, *[1] * 28], "bos_token_id": 1, "eos_token_id": 2}
     tiny.keys |= {f"tokenizer.ggml.{key}": value for key, value in tokens.items()}
-    ids = loading.tokenizer_of(tiny.write(tmp_path))("ab").input_ids
+    ids = model_loading.tokenizer_of(tiny.write(tmp_path))("ab").input_ids
     assert ids == ([1, 30] if adds else [30])
 
 

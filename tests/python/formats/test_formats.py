@@ -9,7 +9,7 @@ from tool_formats import E2M1 as E2M1_SIZES
 from tool_formats import E4M3, least_zero, multiplied_out, store, store_mxfp4, store_nvfp4
 
 import w4a8
-from w4a8.core.float8 import e4m3_values
+from w4a8.core.float8_scales import e4m3_values
 from w4a8.formats import (
     E2M1,
     Matrix,
@@ -24,7 +24,7 @@ from w4a8.formats import (
     from_pack_quantized,
     from_quark_mxfp4,
 )
-from w4a8.formats.matrix import check_consecutive
+from w4a8.formats.checks import check_consecutive
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # N, K, g; N in words of 8

@@ -9,7 +9,7 @@ import torch
 
 import w4a8
 from w4a8.checkpoint.gguf_file import GGUFFile
-from w4a8.core.matrix import Matrix, joined, unpack_codes
+from w4a8.core.matrix import Matrix, concat_rows, unpack_codes
 from w4a8.formats.gguf_blocks import TYPES
 
 gguf = pytest.importorskip("gguf")
@@ -135,11 +135,11 @@ def test_runs_of_columns(name, generator):
 
 @pytest.mark.parametrize("other", ["Q4_0", "Q4_K", "Q6_K", "Q8_0", "IQ4_XS"])
 @pytest.mark.parametrize("name", NAMES)
-def test_joined(name, other, generator):
+def test_concat_rows(name, other, generator):
     """Two types, one below the other: every weight of both, in one matrix that can be packed."""
     (upper, above), (lower, below) = (random_matrix(each, rows, generator) for each, rows in
                                       ((name, (3, 512)), (other, (4, 512))))  # fmt: skip
-    whole = joined([upper, lower])
+    whole = concat_rows([upper, lower])
     assert torch.equal(whole.floats(), torch.cat((above, below)))
     assert torch.equal(unpacked(whole.pack(activation_group=None)).floats(), torch.cat((above, below)))
     assert name != other or (whole.kind, whole.group) == (upper.kind, upper.group)

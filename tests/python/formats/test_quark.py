@@ -15,7 +15,7 @@ from format_checkpoints import (
 from test_read_formats import meaning
 
 from w4a8.checkpoint import CheckpointError, read_layers
-from w4a8.formats import LeftOut, Scheme, rules_of, scheme_of
+from w4a8.formats import NotRead, Scheme, rules_of, scheme_of
 
 UP = f"{LAYER}.1.up_proj"
 FORM, WEIGHT, MXFP4 = ALL_FORMATS["MXFP4 Quark"], QUARK_WEIGHT, QUARK_LAYER
@@ -62,7 +62,7 @@ def test_stages_and_outputs():
         ({"bias": FP8["weight"]}, "bias is set: only weights are quantized here"),
     ):
         found = rules_of({**QUARK, "global_quant_config": {**MXFP4, **changes}}).of(UP)
-        assert found == LeftOut(f"{UP}: quantization_config.global_quant_config.{reason}", quantized=True)
+        assert found == NotRead(f"{UP}: quantization_config.global_quant_config.{reason}", quantized=True)
 
 
 def test_algorithms():
@@ -104,7 +104,7 @@ def test_what_is_left_out():
         ("model.layers.4.mlp.experts.0.up_proj", exclude[3]),
     ):
         expected = f"{name} is not quantized: quantization_config.exclude has {entry!r}"
-        assert rules.of(name) == LeftOut(expected, quantized=False)
+        assert rules.of(name) == NotRead(expected, quantized=False)
         # Files decide.
         assert rules.of(name) == scheme_of(rules, name, ["weight"])
         assert scheme_of(rules, name, ["weight", "weight_scale"]) == scheme()
@@ -125,7 +125,7 @@ def test_single_layers_and_types():
         ("model.layers.0.mlp.up_proj", "global_quant_config"),
     ):
         expected = f"{name}: quantization_config.{where}.weight is missing: not quantized"
-        assert rules.of(name) == LeftOut(expected, quantized=False)
+        assert rules.of(name) == NotRead(expected, quantized=False)
     for first, other in ((MXFP4, FP8), (FP8, MXFP4)):
         for name, pattern in ((UP, "*"), ("*.up_proj", UP), ("*.up_proj", "*")):
             found = rules_of({**QUARK, "layer_quant_config": {name: first, pattern: other}}).of(UP)

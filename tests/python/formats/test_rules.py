@@ -9,7 +9,7 @@ import torch
 from format_checkpoints import GPT_OSS as MXFP4
 
 from w4a8.core.json_fields import CheckpointError
-from w4a8.formats import LeftOut, Scheme, find_config, rules_of, scheme_of
+from w4a8.formats import NotRead, Scheme, find_config, rules_of, scheme_of
 
 Q, UP, HEAD = "model.layers.3.self_attn.q_proj", "model.layers.3.mlp.experts.7.up_proj", "lm_head"
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
@@ -177,7 +177,7 @@ def test_of_all_modules(config, expected):
 )
 def test_quantized_otherwise(config, reason):
     found = rules_of(config).of(UP)
-    assert isinstance(found, LeftOut) and found.quantized
+    assert isinstance(found, NotRead) and found.quantized
     assert reason in found.reason
 
 
@@ -324,7 +324,7 @@ def test_patterns_of_modelopt():
 
 def test_files_without_codes():
     found = scheme_of(rules_of(GPTQ), UP, ["weight", "bias"])
-    assert found == LeftOut(f"{UP} is not quantized: it has weights without scales", quantized=False)
+    assert found == NotRead(f"{UP} is not quantized: it has weights without scales", quantized=False)
     assert scheme_of(rules_of({**GPTQ, "bits": 8}), UP, ["qweight"]).bits == 8
     assert scheme_of(rules_of({**GPTQ, "bits": 3}), UP, ["qweight"]).quantized
 
@@ -400,7 +400,7 @@ def test_targets_of_compressed_tensors():
             found = rules.of(name)
             expected = match.match_targets(name, linear, size_of)
             if not expected or match.is_match(name, linear, ignore):
-                assert isinstance(found, LeftOut) and not found.quantized, (name, targets, ignore)
+                assert isinstance(found, NotRead) and not found.quantized, (name, targets, ignore)
             else:
                 assert found == Scheme("pack-quantized", size_of[expected[0]], True), (name, targets)
 
@@ -415,4 +415,4 @@ def test_targets_of_compressed_tensors():
 )
 def test_why_compressed_tensors_leaves_out(changes, why):
     found = rules_of({**compressed(), **changes}).of(UP)
-    assert found == LeftOut(f"{UP} is not quantized: {why}", quantized=False)
+    assert found == NotRead(f"{UP} is not quantized: {why}", quantized=False)

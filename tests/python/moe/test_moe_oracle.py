@@ -10,7 +10,7 @@ import torch
 from moe_build import GROUP_SIZES, Stack, assert_raises, interleaved, make_config, make_stacks, op_pack, random_stack
 
 from w4a8.core.activation import kernel_activation_kind
-from w4a8.core.log import forget_logged
+from w4a8.core.logger import forget_logged
 from w4a8.moe import (
     CPUExpertsInt4,
     CPUExpertsInt4Modular,

@@ -11,7 +11,7 @@ from common import least_scales
 
 import w4a8
 from w4a8.core.experts import ExpertSizes
-from w4a8.core.float8 import e4m3_values
+from w4a8.core.float8_scales import e4m3_values
 from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix, PackedAs
 from w4a8.core.packer import ExpertPacker

@@ -25,7 +25,7 @@ try:
     from w4a8.integrations.transformers.fast import fast_attention
     from w4a8.integrations.transformers.fused import fuse
     from w4a8.integrations.transformers.quantizer import W4A8HfQuantizer
-    from w4a8.integrations.transformers.registration import register
+    from w4a8.integrations.transformers.registration import register_in_transformers
     from w4a8.integrations.transformers.selftest import problems
 except ImportError as error:
     raise ImportError(
@@ -38,6 +38,6 @@ if _problems:
         f"w4a8.integrations.transformers: the self-test failed with transformers {transformers.__version__}: "
         + "; ".join(_problems)
     )
-register()
+register_in_transformers()
 
 __all__ = ["W4A8Cache", "W4A8Config", "W4A8HfQuantizer", "fast_attention", "fuse"]

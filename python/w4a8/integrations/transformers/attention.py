@@ -14,7 +14,7 @@ from transformers.masking_utils import and_masks, causal_mask_function, sdpa_mas
 from transformers.utils import logging
 
 import w4a8
-from w4a8.integrations.selftest import missing, parameters
+from w4a8.integrations.expectations import missing, parameters
 from w4a8.integrations.transformers.cache import PackedStates, token_rows
 
 logger = logging.get_logger(__name__)

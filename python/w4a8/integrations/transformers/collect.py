@@ -14,7 +14,7 @@ from transformers.core_model_loading import Concatenate, ConversionOps, MergeMod
 from w4a8.core.pages import Pages
 from w4a8.integrations.transformers.config import W4A8Config
 from w4a8.integrations.transformers.names import refuse_made_up
-from w4a8.integrations.transformers.tied import stand_in
+from w4a8.integrations.transformers.tied import give_stand_ins
 from w4a8.quantization import QuantizationError, QuantizationReport
 from w4a8.quantization.moe_blocks import GateUp
 from w4a8.quantization.plan import Job, make_plan
@@ -136,7 +136,7 @@ class Collector:
             self.error.__cause__ = error
         else:
             owner, key = pending.job.places[0]
-            stand_in(getattr(owner, key), pending.module)
+            give_stand_ins(getattr(owner, key), pending.module)
         pages.release(tensor for value in values for tensor in _tensors(value))
         pending.given.clear()
         del pending.module

@@ -18,7 +18,7 @@ from w4a8.checkpoint.gguf_linear import GGUFLinears
 from w4a8.core.matrix import Matrix
 from w4a8.formats import FORMATS
 from w4a8.formats.packed_directory import ALL_STAND_FOR
-from w4a8.integrations.selftest import missing
+from w4a8.integrations.expectations import missing
 from w4a8.integrations.transformers import gguf, guard
 
 # Last parts of the names of tensors whose values decide whether a matrix is read: small beside codes and scales.

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from w4a8.checkpoint.settings import router_in_config
+from w4a8.checkpoint.routers import router_in_config
 from w4a8.core.families import FAMILIES
 from w4a8.decoder import Decoder
 from w4a8.nn.experts import W4A8Experts

@@ -20,7 +20,7 @@ from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.checkpoint.gguf_linear import GGUFLinears, without_ones
 from w4a8.checkpoint.gguf_names import sources_of
 from w4a8.core.memory import on_cpu
-from w4a8.integrations.selftest import missing, parameters
+from w4a8.integrations.expectations import missing, parameters
 from w4a8.integrations.transformers.config import W4A8Config
 from w4a8.integrations.transformers.modules import Found, Modules
 from w4a8.integrations.transformers.quantizer import W4A8HfQuantizer, on_cpus

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from w4a8.nn.packed import PackedModule
-from w4a8.quantization.guard import Guard
+from w4a8.quantization.float_guard import Guard
 
 device = "cpu"  # where models are loaded to; within dry_run "meta"
 

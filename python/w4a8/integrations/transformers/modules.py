@@ -16,13 +16,13 @@ from w4a8.core.words import weights_in_words
 from w4a8.integrations.transformers import guard
 from w4a8.integrations.transformers.tied import (
     experts_to_pack,
+    give_stand_ins,
     is_packable,
     output_of,
     packed_embedding,
     packed_experts,
     put,
     share,
-    stand_in,
     take_out,
     untie,
 )
@@ -80,7 +80,7 @@ class Modules:
                 reader = reader or type(model).__name__
                 raise ValueError(f"{name} is quantized, but {reader} reads its weight or bias itself")
             hole = torch.nn.Module()
-            stand_in(hole, old)
+            give_stand_ins(hole, old)
             put(model, name, hole)
             if output is None:
                 untie(model, name)

@@ -17,8 +17,8 @@ from w4a8.core.activation_groups import in_words
 from w4a8.core.memory import on_cpu
 from w4a8.core.weight import ExpertWeights
 from w4a8.formats import METHODS, float8, method_of
+from w4a8.formats.checks import groups_of
 from w4a8.formats.float8 import Float8Scheme
-from w4a8.formats.matrix import groups_of
 from w4a8.integrations.transformers import guard
 from w4a8.integrations.transformers.config import W4A8Config
 from w4a8.integrations.transformers.modules import Found, Modules

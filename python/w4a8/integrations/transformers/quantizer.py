@@ -23,13 +23,13 @@ from w4a8.integrations.transformers.fused import fuse
 from w4a8.integrations.transformers.guard import inference_only, refuse_device
 from w4a8.integrations.transformers.modules import Modules
 from w4a8.integrations.transformers.names import check_files, check_inside, refuse_codes, split_into
-from w4a8.integrations.transformers.packed import PackedModules
+from w4a8.integrations.transformers.packed_checkpoint import PackedModules
 from w4a8.integrations.transformers.prequantized import PrequantizedModules
-from w4a8.integrations.transformers.tied import let_go
+from w4a8.integrations.transformers.tied import drop_stand_ins
 from w4a8.nn.output_layer import multiply_once
 from w4a8.nn.packed import PackedModule
 from w4a8.quantization import QuantizationReport
-from w4a8.quantization.guard import refuse_resizing
+from w4a8.quantization.float_guard import refuse_resizing
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ class W4A8HfQuantizer(HfQuantizer):
                 )
         for name, module in model.named_modules():
             if isinstance(module, PackedModule):
-                let_go(module)
+                drop_stand_ins(module)
                 _check(name, module)
                 for leaf in module.packed_shapes() if self.report is None else ():
                     setattr(module, leaf, placed(getattr(module, leaf), stays_mapped=True))

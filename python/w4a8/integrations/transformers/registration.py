@@ -26,7 +26,7 @@ ALIASES = {"kimi_k2": "deepseek_v3"}
 MERGED = ("quantization_config", "quantization_config_from_args")
 
 
-def register() -> None:
+def register_in_transformers() -> None:
     """Once per process."""
     register_quantization_config(METHOD)(W4A8Config)
     register_quantizer(METHOD)(W4A8HfQuantizer)

@@ -13,7 +13,7 @@ from transformers.integrations.moe import use_experts_implementation
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import AutoHfQuantizer
 
-from w4a8.integrations.selftest import missing, more_to_implement, operator_problems, parameters
+from w4a8.integrations.expectations import missing, more_to_implement, operator_problems, parameters
 from w4a8.integrations.transformers.collect import Give, unstacked
 from w4a8.integrations.transformers.quantizer import W4A8HfQuantizer
 from w4a8.integrations.transformers.registration import MERGED

@@ -18,8 +18,8 @@ from w4a8.quantization.readers import reader_of
 _NAMES = ("weight", "bias")
 
 
-def stand_in(new: torch.nn.Module, old: torch.nn.Linear) -> None:
-    """Gives a packed layer a weight and a bias without storage that count as initialised, until :func:`let_go`.
+def give_stand_ins(new: torch.nn.Module, old: torch.nn.Linear) -> None:
+    """Gives a packed layer a weight and a bias without storage that count as initialised, until :func:`drop_stand_ins`.
 
     transformers initialises missing weights, module by module. The code for a module with linear layers (T5, Mamba)
     reads their weights, loaded or not.
@@ -38,7 +38,7 @@ def stand_in(new: torch.nn.Module, old: torch.nn.Linear) -> None:
         new.__dict__[name] = tensor
 
 
-def let_go(module: torch.nn.Module) -> None:
+def drop_stand_ins(module: torch.nn.Module) -> None:
     """Removes the parameters of :func:`stand_in`."""
     for name in _NAMES:
         module.__dict__.pop(name, None)

@@ -269,7 +269,7 @@ def forget(arguments: Any) -> None:
     selector._cached_get_attn_backend.cache_clear()
 
 
-def register() -> None:
+def register_attention() -> None:
     """Lets the platform answer with the backends here.
 
     Raises:

@@ -11,8 +11,8 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.models.utils import WeightsMapper
 
-from w4a8.formats import LeftOut, Scheme
-from w4a8.formats.matrix import check_consecutive
+from w4a8.formats import NotRead, Scheme
+from w4a8.formats.checks import check_consecutive
 from w4a8.integrations.vllm.linear_layers import lm_head_method, received
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.moe import ReceivedExperts, experts_method
@@ -25,7 +25,7 @@ def projections(layer: Any, prefix: str) -> list[str]:
     return [f"{prefix}.{e}.{name}" for e in range(layer.moe_config.num_experts) for name in names if name is not None]
 
 
-def joined_from(prefix: str, packed_modules_mapping: Mapping[str, Sequence[str]]) -> list[str]:
+def names_joined_in(prefix: str, packed_modules_mapping: Mapping[str, Sequence[str]]) -> list[str]:
     """The matrices that vLLM joins in a linear layer of this name: three for ``qkv_proj``, one for most layers."""
     owner, _, last = prefix.rpartition(".")
     return [f"{owner}.{part}" for part in packed_modules_mapping.get(last, ())] or [prefix]
@@ -80,7 +80,7 @@ class RunsLayersHere:
     w4a8_says: str
     _runs_some = False  # whether layers so far run here; models make their output layer last
 
-    def scheme_of_layer(self, layer: torch.nn.Module, prefix: str) -> Scheme | LeftOut | None:
+    def scheme_of_layer(self, layer: torch.nn.Module, prefix: str) -> Scheme | NotRead | None:
         """How the weights of a layer are stored, if the layer runs here, or that they are not quantized.
 
         None leaves the layer to vLLM's own rules, which may wrongly take a layer for quantized.
@@ -95,9 +95,9 @@ class RunsLayersHere:
         """The method of a layer, or None for vLLM's."""
         return self.method_for(self.scheme_of_layer(layer, prefix), layer, prefix)
 
-    def method_for(self, scheme: Scheme | LeftOut | None, layer: torch.nn.Module, prefix: str) -> Any:
+    def method_for(self, scheme: Scheme | NotRead | None, layer: torch.nn.Module, prefix: str) -> Any:
         """The method of a layer for a scheme, or None to leave it to vLLM; weight-only layers can be switched off."""
-        if isinstance(scheme, LeftOut):
+        if isinstance(scheme, NotRead):
             return None if scheme.quantized or not runs_w4a16() else unquantized(layer)
         if scheme is None or (scheme.weight_only is not None and not runs_w4a16()):
             return None

@@ -28,7 +28,7 @@ from vllm.scalar_type import scalar_types
 from w4a8.core.activation import MoEActivation
 from w4a8.core.json_fields import CheckpointError
 from w4a8.core.matrix import is_group_size
-from w4a8.formats import LeftOut, Rules, Scheme, rules_of
+from w4a8.formats import NotRead, Rules, Scheme, rules_of
 from w4a8.formats.auto_round import packing_of
 from w4a8.formats.compressed_tensors import scheme_of_args
 from w4a8.formats.modelopt import ALGORITHMS
@@ -41,7 +41,7 @@ from w4a8.integrations.vllm.config import (
     RunsLayersHere,
     are_alike,
     check_joined_alike,
-    joined_from,
+    names_joined_in,
     projections,
     unquantized,
 )
@@ -69,7 +69,7 @@ class CompressedTensorsLayers(RunsLayersHere, KeepsKVCache):
         Raises:
             ValueError: these matrices have different weights or inputs. Upstream would take the first for all.
         """
-        names = joined_from(layer_name or "", self.packed_modules_mapping)
+        names = names_joined_in(layer_name or "", self.packed_modules_mapping)
         if len(names) > 1 and not self._names_joined(layer_name, names):
             of_matrix = super().get_scheme_dict
             found = {name: of_matrix(layer, name) for name in names}
@@ -136,7 +136,7 @@ class CompressedTensorsLayers(RunsLayersHere, KeepsKVCache):
             say_int8("compressed-tensors")
         return scheme
 
-    def scheme_of_layer(self, layer: RoutedExperts, prefix: str) -> Scheme | LeftOut | None:
+    def scheme_of_layer(self, layer: RoutedExperts, prefix: str) -> Scheme | NotRead | None:
         """As :meth:`RunsLayersHere.scheme_of_layer`, of a layer of experts."""
         self._add_fused_moe_to_target_scheme_map()
         names = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
@@ -144,7 +144,7 @@ class CompressedTensorsLayers(RunsLayersHere, KeepsKVCache):
         if any(other != schemes[0] for other in schemes):
             return None  # not alike: upstream's to handle
         if schemes[0] is None:
-            return LeftOut.not_quantized(prefix, "no target matches it, or it is ignored")
+            return NotRead.not_quantized(prefix, "no target matches it, or it is ignored")
         return self._scheme(schemes[0], prefix)
 
 
@@ -209,7 +209,7 @@ class GPTQLayers(RunsLayersHere, ChecksActivationOrder):
         # Rules are asked about the name of the layer or, if none has it, of its matrices.
         ruled = prefix
         if get_dynamic_override(self, prefix) is None:
-            names = joined_from(prefix, self.packed_modules_mapping)
+            names = names_joined_in(prefix, self.packed_modules_mapping)
             check_joined_alike(prefix, {name: self._numbers(name) for name in names})
             ruled = prefix if get_dynamic_override(self, names[0]) is None else names[0]
         return get_linear_quant_method(self, layer, ruled, lambda own: own.method_for(own.scheme(), layer, prefix))
@@ -242,7 +242,7 @@ class AWQLayers(RunsLayersHere):
 
     w4a8_says = "AWQ"
 
-    def scheme_of_layer(self, layer: torch.nn.Module, prefix: str) -> Scheme | LeftOut | None:
+    def scheme_of_layer(self, layer: torch.nn.Module, prefix: str) -> Scheme | NotRead | None:
         """As :meth:`RunsLayersHere.scheme_of_layer`."""
         version = str(self.full_config.get("version") or "gemm").lower()
         if version != "gemm" or self.weight_bits != 4 or not is_group_size(self.group_size):
@@ -253,7 +253,7 @@ class AWQLayers(RunsLayersHere):
             if not are_alike(skipped, prefix):
                 return None
             if skipped[0]:
-                return LeftOut.not_quantized(prefix, "modules_to_not_convert names it")
+                return NotRead.not_quantized(prefix, "modules_to_not_convert names it")
         else:
             method = super(RunsLayersHere, self).get_quant_method(layer, prefix)  # upstream's
             if method is None or isinstance(method, UnquantizedLinearMethod):
@@ -302,10 +302,10 @@ class INCLayers(RunsLayersHere, ChecksActivationOrder):
             raise ValueError(f"w4a8: {prefix}: a layer of NVFP4 that this cannot run, and vLLM neither")
         return method
 
-    def scheme_of_layer(self, layer: torch.nn.Module, prefix: str) -> Scheme | LeftOut | None:
+    def scheme_of_layer(self, layer: torch.nn.Module, prefix: str) -> Scheme | NotRead | None:
         """As :meth:`RunsLayersHere.scheme_of_layer`."""
         if not self._is_quantized(layer, prefix):
-            return LeftOut.not_quantized(prefix, "the configuration says so")
+            return NotRead.not_quantized(prefix, "the configuration says so")
         ways = [self._scheme(layer, name) for name in self._matrices(layer, prefix)]
         return ways[0] if are_alike(ways, prefix) else None
 
@@ -341,7 +341,7 @@ class INCLayers(RunsLayersHere, ChecksActivationOrder):
         return Scheme("awq", found.group_size, symmetric, **inputs) if found.is_awq and found.bits == 4 else None
 
 
-def _no_floats_of_gpt_oss(prefix: str, left_out: LeftOut) -> ValueError:
+def _no_floats_of_gpt_oss(prefix: str, left_out: NotRead) -> ValueError:
     """The error for experts that are not quantized: vLLM's model copies floats [E, K, N] without transposing them."""
     return ValueError(f"w4a8: {prefix}: {left_out.reason}, but vLLM's gpt-oss reads experts of such a file as MXFP4")
 
@@ -372,7 +372,7 @@ class GptOssLayers(RunsLayersHere):
         if not isinstance(layer, RoutedExperts):
             return None
         scheme = self.w4a8_rules.of(prefix)
-        if isinstance(scheme, LeftOut) and runs_w4a16():
+        if isinstance(scheme, NotRead) and runs_w4a16():
             raise _no_floats_of_gpt_oss(prefix, scheme)
         return scheme if isinstance(scheme, Scheme) else None
 
@@ -386,14 +386,14 @@ class ModelOptLayers(RunsLayersHere, KeepsKVCache):
         """Algorithm and group size of a layer."""
         return self.quant_method, self.group_size
 
-    def scheme_of_layer(self, layer: torch.nn.Module, prefix: str) -> Scheme | LeftOut | None:
+    def scheme_of_layer(self, layer: torch.nn.Module, prefix: str) -> Scheme | NotRead | None:
         """As :meth:`RunsLayersHere.scheme_of_layer`."""
         never = ("vision_tower", "vision_model", "vit_large_projector")  # upstream never takes these for quantized
         if self.is_layer_excluded(prefix) or any(part in prefix for part in never):
-            return LeftOut.not_quantized(prefix, "the configuration excludes it")
+            return NotRead.not_quantized(prefix, "the configuration excludes it")
         algorithm, group = self._algorithm(prefix)
         if algorithm is None:
-            return LeftOut.not_quantized(prefix, "quantized_layers does not name it")
+            return NotRead.not_quantized(prefix, "quantized_layers does not name it")
         if algorithm not in ALGORITHMS or group != NVFP4_BLOCK:
             return None
         return Scheme(MODELOPT_NVFP4.name, NVFP4_BLOCK, True, weight_only=f"quant_algo is {algorithm!r}")
@@ -426,14 +426,14 @@ class QuarkLayers(RunsLayersHere):
             return None
         return experts_method(QuarkGptOssExperts(scheme), layer, prefix, W4A8QuarkGptOssMethod)
 
-    def scheme_of_layer(self, layer: torch.nn.Module, prefix: str) -> Scheme | LeftOut | None:
+    def scheme_of_layer(self, layer: torch.nn.Module, prefix: str) -> Scheme | NotRead | None:
         """As :meth:`RunsLayersHere.scheme_of_layer`: how all matrices of the layer are stored, if they are alike.
 
         Raises:
             ValueError: only some matrices of a linear layer are quantized; experts of gpt-oss are not quantized.
         """
         experts = isinstance(layer, RoutedExperts)
-        names = projections(layer, prefix) if experts else joined_from(prefix, self.packed_modules_mapping)
+        names = projections(layer, prefix) if experts else names_joined_in(prefix, self.packed_modules_mapping)
         if self._read is None or self._read[0] is not self.quant_config:  # vLLM replaces it to rename modules
             try:
                 rules = QuarkRules(self.quant_config)
@@ -443,14 +443,14 @@ class QuarkLayers(RunsLayersHere):
         if self._read[1] is None:
             return None
         found = [self._read[1].of(name) for name in names]
-        floats = [each for each in found if isinstance(each, LeftOut) and not each.quantized]
+        floats = [each for each in found if isinstance(each, NotRead) and not each.quantized]
         if floats and len(floats) < len(found) and not experts:
             raise ValueError(f"w4a8: {prefix}: {floats[0].reason}, but others of {', '.join(names)} are quantized")
         of_fp4 = isinstance(self._read[1].default, Scheme)
         if floats and of_fp4 and experts and _of_gpt_oss(layer) and runs_w4a16():
             raise _no_floats_of_gpt_oss(prefix, floats[0])
         alike = len(floats) == len(found) or all(
-            isinstance(each, Scheme) and each.facts is QUARK_MXFP4 for each in found
+            isinstance(each, Scheme) and each.file_format is QUARK_MXFP4 for each in found
         )
         return found[0] if found and alike else None
 

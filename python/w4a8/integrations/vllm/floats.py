@@ -12,12 +12,12 @@ from vllm.model_executor.layers.linear import LinearBase
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
-from w4a8.core.float8 import E4M3
+from w4a8.core.float8_scales import E4M3
 from w4a8.core.matrix import Matrix
-from w4a8.formats import LeftOut, Scheme
+from w4a8.formats import NotRead, Scheme
+from w4a8.formats.checks import FLOAT_TYPES, Tensors, take, take_bias
 from w4a8.formats.float8 import Float8Scheme, has_float8, is_mixed, rules_with_float8
 from w4a8.formats.format import Format, Part
-from w4a8.formats.matrix import FLOAT_TYPES, Tensors, take, take_bias
 from w4a8.formats.packed_directory import METHOD
 from w4a8.integrations.vllm.config import RunsLayersHere, unquantized
 from w4a8.integrations.vllm.linear_layers import lm_head_method
@@ -144,11 +144,11 @@ class W4A8FloatsConfig(RunsLayersHere, QuantizationConfig):
         """Each type that the operators have."""
         return [torch.float16, torch.bfloat16, torch.float32]
 
-    def scheme_of_layer(self, layer: torch.nn.Module, prefix: str) -> Scheme | LeftOut:
+    def scheme_of_layer(self, layer: torch.nn.Module, prefix: str) -> Scheme | NotRead:
         """As :meth:`RunsLayersHere.scheme_of_layer`."""
         options, skipped = rounding(), Skipped()
         if isinstance(layer, ParallelLMHead) or skipped(prefix, layer):
-            return LeftOut.not_quantized(prefix, "it is left alone by default")
+            return NotRead.not_quantized(prefix, "it is left alone by default")
         moe = getattr(layer, "moe_config", None)
         sizes = (layer.input_size,) if moe is None else (moe.hidden_dim, moe.intermediate_size)
         if any(options.form.problem(1, size, options.group_size) for size in sizes):
@@ -156,7 +156,7 @@ class W4A8FloatsConfig(RunsLayersHere, QuantizationConfig):
             logger().warning_once(
                 "w4a8: layers with %s input features stay floats: groups of %d", words, options.group_size
             )
-            return LeftOut.not_quantized(prefix, "its input size does not fit")
+            return NotRead.not_quantized(prefix, "its input size does not fit")
         return RoundedScheme.of(options)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:

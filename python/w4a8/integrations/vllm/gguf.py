@@ -29,7 +29,7 @@ from w4a8.core.json_fields import read_json
 from w4a8.core.memory import on_cpu
 from w4a8.core.threads import call_each
 from w4a8.core.weight import ExpertWeights, Floats, Weight
-from w4a8.integrations.selftest import missing, more_to_implement
+from w4a8.integrations.expectations import missing, more_to_implement
 from w4a8.integrations.vllm.gguf_folder import (
     NAME,
     SAYS,
@@ -227,7 +227,7 @@ class _Filled:
             yield source.checkpoint, self.linears.parameter(source.tensors, source.shape, mapped, dtype).to(dtype)
 
 
-def register() -> None:
+def register_gguf() -> None:
     """Once per process.
 
     The name is not ``gguf``: vllm-gguf-plugin has that name, and may be loaded before or after this plugin.

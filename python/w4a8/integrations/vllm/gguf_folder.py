@@ -26,7 +26,7 @@ from w4a8.checkpoint.gguf_linear import GGUFLinears
 from w4a8.checkpoint.gguf_names import Source, sources_of
 from w4a8.core.json_fields import shorten
 from w4a8.core.weight import ExpertWeights
-from w4a8.integrations.vllm.compiled import package_digest
+from w4a8.integrations.vllm.compile_cache import package_digest
 
 NAME = "w4a8_gguf"  # of the quantization method and of the load format, in vLLM
 SAYS = "gguf.json"  # in a folder: where the file is

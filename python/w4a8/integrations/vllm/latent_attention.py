@@ -191,7 +191,7 @@ def _takes(vllm_config: Any) -> bool:
     )
 
 
-def register() -> None:
+def register_latent_attention() -> None:
     """Gives models with latent attention the pages of the backend here, which attention.py answers with.
 
     Raises:

@@ -24,7 +24,7 @@ from w4a8.nn.rounding import round_weight
 class Filler(Protocol):
     """Where the weights of a layer come from."""
 
-    def register(self, layer: torch.nn.Module, share: Share) -> None:
+    def add_parameters(self, layer: torch.nn.Module, share: Share) -> None:
         """Registers the parameters of a layer of vLLM, and its products in ``layer.w4a8``."""
 
     def finish(self, layer: torch.nn.Module) -> None:
@@ -53,10 +53,10 @@ class W4A8LinearMethod(LinearMethodBase):
         weight_loader: Callable | None = None,
         **extra_weight_attrs: Any,
     ) -> None:
-        """As :meth:`Filler.register` (upstream's contract)."""
+        """As :meth:`Filler.add_parameters` (upstream's contract)."""
         layer.w4a8_filler = self.filler
         sizes = input_size_per_partition, output_partition_sizes, input_size
-        self.filler.register(layer, Share(*sizes, params_dtype, weight_loader))
+        self.filler.add_parameters(layer, Share(*sizes, params_dtype, weight_loader))
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """As :meth:`Filler.finish`; vLLM calls this again after loading other weights."""
@@ -137,7 +137,7 @@ class Rounded:
         self.bits, self.activation_group = bits, activation_group()
         self.is_tied = False  # to the embedding's weight
 
-    def register(self, layer: torch.nn.Module, share: Share) -> None:
+    def add_parameters(self, layer: torch.nn.Module, share: Share) -> None:
         """Registers vLLM's weight."""
         columns, sizes, all_columns, dtype, load = share
         UnquantizedEmbeddingMethod().create_weights(

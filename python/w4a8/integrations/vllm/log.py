@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from typing import Any
 
-from w4a8.core.log import log_once
+from w4a8.core.logger import log_once
 
 _silent = threading.local()  # .depth: how many silence() this thread is in
 # Functions of vLLM's logging that remember their messages.

@@ -17,7 +17,7 @@ from w4a8.core.routing import select_experts
 from w4a8.core.weight_utils import replace_parameter
 from w4a8.formats import Scheme
 from w4a8.formats.mxfp4 import MXFP4
-from w4a8.integrations.vllm.loading import ExpertsLoader, is_dummy_load, load_expert, loaded_parts
+from w4a8.integrations.vllm.experts_loader import ExpertsLoader, is_dummy_load, load_expert, loaded_parts
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.products import Product
 from w4a8.integrations.vllm.settings import activation_group
@@ -73,7 +73,7 @@ class ExpertsFiller(Protocol):
         Raises ValueError if ``ranks`` parts of ``intermediate`` columns cut blocks.
         """
 
-    def register(self, layer: torch.nn.Module, method: W4A8MoEMethod, params_dtype: torch.dtype) -> None:
+    def add_parameters(self, layer: torch.nn.Module, method: W4A8MoEMethod, params_dtype: torch.dtype) -> None:
         """Registers the parameters of a layer with a method that knows the sizes."""
 
     def finish(self, layer: torch.nn.Module) -> None:
@@ -139,7 +139,7 @@ class W4A8MoEMethod(FusedMoEMethodBase):
             for stack, rows, columns in self.sizes.stacks
         ]
         layer.w4a8_filler = self.filler
-        self.filler.register(layer, self, params_dtype)
+        self.filler.add_parameters(layer, self, params_dtype)
 
     def groups_of_activations(self, asked: int | None) -> dict[str, int]:
         """As :meth:`ExpertSizes.activation_groups`; an error names the layer."""
@@ -206,12 +206,12 @@ class ReceivedExperts:
         """As :meth:`ExpertsFiller.group_sizes`."""
         return self.scheme.group_size, self.scheme.group_size
 
-    def register(self, layer: torch.nn.Module, method: W4A8MoEMethod, params_dtype: torch.dtype) -> None:
+    def add_parameters(self, layer: torch.nn.Module, method: W4A8MoEMethod, params_dtype: torch.dtype) -> None:
         """Registers the parameters for vLLM's loader, and empty packed parameters."""
         self.layer_name, sizes, moe = method.layer_name, method.sizes, method.moe
         parallel, num_experts = moe.moe_parallel_config, sizes.experts
         # vLLM itself cuts stacks of all experts.
-        cut = self.scheme.facts.is_stacked
+        cut = self.scheme.file_format.is_stacked
         layer.w4a8_loader = ExpertsLoader(
             layer,
             sizes,
@@ -230,9 +230,9 @@ class ReceivedExperts:
                 shape = (halves,) if number else part.shape(rows, columns, self.scheme.groups(columns))
                 counted = self.scheme.requires(part)
                 self._register(layer, f"{stack}_{suffix}", (num_experts, *shape), part.dtype, counted)
-            for suffix in self.scheme.facts.unused:
+            for suffix in self.scheme.file_format.unused:
                 self._register(layer, f"{stack}_{suffix}", (num_experts, halves), torch.float32, False)
-            if moe.has_bias or self.scheme.facts.spare_biases:
+            if moe.has_bias or self.scheme.file_format.spare_biases:
                 self._register(layer, f"{stack}_bias", (num_experts, rows), params_dtype, moe.has_bias)
             if self.scheme.states_shape:
                 # Stays when the rest is packed: when other weights are loaded, the last shapes come to a complete
@@ -302,9 +302,9 @@ class QuarkGptOssExperts(ReceivedExperts):
         """Takes the scheme. vLLM's model gives its tensors the shapes of gpt-oss's own MXFP4."""
         super().__init__(replace(scheme, format=MXFP4.name))
 
-    def register(self, layer: torch.nn.Module, method: W4A8MoEMethod, params_dtype: torch.dtype) -> None:
+    def add_parameters(self, layer: torch.nn.Module, method: W4A8MoEMethod, params_dtype: torch.dtype) -> None:
         """Registers the parameters that vLLM's model fills."""
-        super().register(layer, method, params_dtype)
+        super().add_parameters(layer, method, params_dtype)
         self.experts = method.sizes.experts
         for name in self._raw:
             meta = getattr(layer, name)

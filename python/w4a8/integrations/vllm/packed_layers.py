@@ -166,7 +166,7 @@ def _source_of(hf_config: Any) -> Any:
     return next((each for each in found if each is not None), None)
 
 
-def register() -> None:
+def register_packed_directories() -> None:
     """Once per process. vLLM cannot register formats of files, only loaders that users would have to name."""
     get_all_weights = DefaultModelLoader.get_all_weights
 

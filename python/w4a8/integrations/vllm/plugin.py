@@ -6,21 +6,21 @@ import platform
 from importlib import import_module
 from importlib.util import find_spec
 
-from w4a8.integrations.vllm import compiled, settings
+from w4a8.integrations.vllm import compile_cache, settings
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.selftest import problems
 from w4a8.integrations.vllm.versions import reasons_against, untested
 
 # Other registrations: name in a warning, module of this package, function.
 PARTS = (
-    ("read packed directories", "packed_layers", "register"),
-    ("read GGUF files", "gguf", "register"),
-    ("compute attention", "attention", "register"),
-    ("compute latent attention", "latent_attention", "register"),
+    ("read packed directories", "packed_layers", "register_packed_directories"),
+    ("read GGUF files", "gguf", "register_gguf"),
+    ("compute attention", "attention", "register_attention"),
+    ("compute latent attention", "latent_attention", "register_latent_attention"),
     ("read settings of additional_config", "settings", "read_arguments"),
     ("say what runs in a loaded model", "loaded", "say_what_is_loaded"),
     ("move small matrices together", "loaded", "move_weights_together"),
-    ("run all layers in one call", "decoder", "register"),
+    ("run all layers in one call", "one_call", "register_decoder"),
 )
 
 _state = {"done": False}
@@ -66,8 +66,8 @@ def _activate() -> None:
     if _goes_on_without(mode):
         return
 
-    compiled.name_after_the_plugin()
-    compiled.load_from_disk()
+    compile_cache.name_after_the_plugin()
+    compile_cache.load_from_disk()
     # From here on some classes are registered, so a warning names the class that fails.
     configs = import_module("w4a8.integrations.vllm.configs")
     for cls, (_, _, names) in configs.CONFIGS.items():

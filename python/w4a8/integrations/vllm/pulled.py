@@ -22,9 +22,9 @@ from w4a8.core.memory import placed
 from w4a8.core.packer import pack_experts, pack_rows
 from w4a8.core.weight import Cut, ExpertWeights, Floats, Weight
 from w4a8.core.weight_utils import replace_parameter
-from w4a8.integrations.vllm.config import joined_from
+from w4a8.integrations.vllm.config import names_joined_in
+from w4a8.integrations.vllm.experts_loader import is_dummy_load, random_weight
 from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod, lm_head_method
-from w4a8.integrations.vllm.loading import is_dummy_load, random_weight
 from w4a8.integrations.vllm.moe import W4A8MoEMethod, unsupported
 from w4a8.integrations.vllm.products import Product, Share
 from w4a8.integrations.vllm.settings import activation_group, lm_head_is_set
@@ -67,7 +67,7 @@ class Pulled:
         self.says, self.weights, self.is_loaded = f"w4a8: {layer_name} of {where}", weights, False
         self.names = [] if is_shared else [weight.name for weight in weights]  # that nothing else needs
 
-    def register(self, layer: torch.nn.Module, share: Share) -> None:
+    def add_parameters(self, layer: torch.nn.Module, share: Share) -> None:
         """Registers a parameter for each product, empty until the files are read.
 
         Raises:
@@ -216,7 +216,7 @@ class PulledExperts:
                 raise ValueError(message) from None
         return self.experts.group_sizes
 
-    def register(self, layer: torch.nn.Module, method: W4A8MoEMethod, params_dtype: torch.dtype) -> None:
+    def add_parameters(self, layer: torch.nn.Module, method: W4A8MoEMethod, params_dtype: torch.dtype) -> None:
         """``w13_weight_packed`` and ``w2_weight_packed``, empty until the files are read.
 
         Raises:
@@ -346,7 +346,7 @@ class PulledConfig(QuantizationConfig):
         return W4A8LinearMethod(Pulled(prefix, self.path, [self.weight(name) for name in names], is_shared))
 
     def _of_linear(self, prefix: str) -> W4A8LinearMethod | None:
-        names = joined_from(prefix, self.packed_modules_mapping)
+        names = names_joined_in(prefix, self.packed_modules_mapping)
         found = [name for each in names for name in self.matrices.get(each, ())]
         lacking = [name for name in names if name not in self.matrices]
         if lacking and lacking == [name for name in names if name.endswith(".v_proj")] and self.keys_are_values:

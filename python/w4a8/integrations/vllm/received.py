@@ -27,7 +27,7 @@ from w4a8.core.weight import Cut, Weight
 from w4a8.core.weight_utils import replace_parameter
 from w4a8.formats import Scheme
 from w4a8.formats.format import Part
-from w4a8.integrations.vllm.loading import form_of, is_dummy_load, loaded_parts, random_matrix
+from w4a8.integrations.vllm.experts_loader import form_of, is_dummy_load, loaded_parts, random_matrix
 from w4a8.integrations.vllm.products import Product, Share
 from w4a8.integrations.vllm.settings import activation_group
 
@@ -82,7 +82,7 @@ class Received:
         self.packed_as: PackedAs | None = None  # once packed
         self._lacking: dict[str, int] = {}
 
-    def register(self, layer: torch.nn.Module, share: Share) -> None:
+    def add_parameters(self, layer: torch.nn.Module, share: Share) -> None:
         """Registers the tensors of the format for this rank's part, as vLLM's loaders cut them; scales as float32.
 
         Raises:
@@ -119,7 +119,7 @@ class Received:
         if self.scheme.states_shape:
             data = torch.zeros(2, dtype=torch.int64)
             uncounted["weight_shape"] = BasevLLMParameter(data=data, weight_loader=MethodType(load_parameter, layer))
-        for suffix in self.scheme.facts.unused:
+        for suffix in self.scheme.file_format.unused:
             data = torch.zeros(len(sizes), dtype=torch.float32)
             uncounted[suffix] = PerTensorScaleParameter(data=data, weight_loader=load_nothing)
         for suffix, param in uncounted.items():

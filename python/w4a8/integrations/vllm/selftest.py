@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 
 from w4a8.core.activation_groups import PER_TOKEN
-from w4a8.integrations.selftest import missing, more_to_implement, parameters
+from w4a8.integrations.expectations import missing, more_to_implement, parameters
 from w4a8.integrations.vllm.log import silence
 from w4a8.integrations.vllm.settings import SELF_TEST, activation_group
 

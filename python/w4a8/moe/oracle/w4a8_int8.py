@@ -11,7 +11,7 @@ from enum import Enum
 import torch
 
 from w4a8.core.experts import gate_and_up
-from w4a8.core.log import log_once
+from w4a8.core.logger import log_once
 from w4a8.core.matrix import pack_codes
 from w4a8.core.nibbles import check_int4_range, to_nibbles
 from w4a8.moe import modular_kernel as mk

@@ -12,7 +12,7 @@ from typing import Any
 from w4a8.checkpoint.counts import check_counts
 from w4a8.checkpoint.gguf_file import GGUFFile, is_gguf
 from w4a8.checkpoint.gguf_linear import GGUFLinears
-from w4a8.checkpoint.settings import EXPERT_COUNTS
+from w4a8.checkpoint.routers import EXPERT_COUNTS
 from w4a8.checkpoint.tensors import files_of, read_index
 from w4a8.command import extras
 from w4a8.command.headers import Header, read_headers

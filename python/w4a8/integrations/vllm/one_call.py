@@ -32,7 +32,7 @@ from w4a8.integrations.vllm.log import logger
 _DRAFTS = ("ngram", "ngram_gpu", "suffix", "draft_model")
 
 
-def register() -> None:
+def register_decoder() -> None:
     """Lets loaded models run their layers in one call; raises as :func:`after_loading`."""
     after_loading(attach)
 

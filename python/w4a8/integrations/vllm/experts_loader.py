@@ -12,7 +12,7 @@ import torch
 from vllm.config import get_current_vllm_config_or_none
 
 from w4a8.core.experts import ExpertSizes
-from w4a8.core.float8 import exponents_of, powers_of_two
+from w4a8.core.float8_scales import exponents_of, powers_of_two
 from w4a8.core.kind import Kind
 from w4a8.core.matrix import SUPER, Matrix, PackedAs
 from w4a8.core.memory import fresh_bytes
@@ -94,7 +94,7 @@ def loaded_parts(scheme: Scheme) -> dict[str, Part]:
     Zero points of a symmetric scheme are included if the files have some. vLLM names the tensors of a stack of all
     experts by their kind.
     """
-    kinds, facts = ("weight", "weight_scale", "zero_points", "global_scale"), scheme.facts
+    kinds, facts = ("weight", "weight_scale", "zero_points", "global_scale"), scheme.file_format
     parts = [part for part in scheme.parts if part.kind in kinds]
     if facts.is_stacked:
         return {part.kind: part for part in parts}
@@ -155,7 +155,7 @@ class ExpertsLoader:
         self._parts = loaded_parts(scheme)
         required = [suffix for suffix, part in self._parts.items() if scheme.requires(part)]
         self._needed = dict.fromkeys(required + ["bias"] * self._has_bias).keys()
-        self._ignored = ("weight_shape", *scheme.facts.unused)
+        self._ignored = ("weight_shape", *scheme.file_format.unused)
         self._loaded: dict[str, set[tuple[int, str]]] = {}
         self._waiting: dict[tuple[int, str], dict[str, torch.Tensor]] = {}  # by expert on this rank, and shard
         self._packed_as: dict[str, PackedAs] | None = None  # once packed
@@ -244,7 +244,7 @@ class ExpertsLoader:
         tensors = {self._parts[key].suffix if key in self._parts else key: each for key, each in found.items()}
         if self._scheme.states_shape:
             tensors["weight_shape"] = torch.tensor(self.packer.shape(shard))
-        elif self._scheme.facts.is_stacked:
+        elif self._scheme.file_format.is_stacked:
             tensors["blocks"] = tensors["blocks"].unflatten(-1, (-1, BLOCK // 2))
         self.packer.put(expert, shard, self._scheme.read(tensors, name), name)
 
