@@ -18,7 +18,7 @@ for name in "${names[@]}"; do
       printf '%s exports:\n%s\n' "$object" "$symbols" >&2
       failed=1
     fi
-  done < <(find "$build" -path "*csrc/kernels/$name.cpp.o" -o -path "*csrc/kernels/attention/$name.cpp.o" \
+  done < <(find "$build" -path "*csrc/kernels/$name.cpp.o" -o -path "*csrc/kernels/*attention/$name.cpp.o" \
     -o -path "*tests/twins/*/$name.cpp.o")
 done
 [ "$checked" -gt 0 ] || { echo "no kernel objects under $build" >&2; exit 1; }

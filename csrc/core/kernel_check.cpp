@@ -8,6 +8,7 @@
 #include "core/attention/attention_check.h"
 #include "core/gemm.h"
 #include "core/layout.h"
+#include "core/linear_attention/linear_attention_check.h"
 #include "core/pack.h"
 #include "kernels/half.h"
 
@@ -232,7 +233,8 @@ std::string kernel_difference(const Kernel& kernel, const Kernel& reference) {
     return "rounded weights [" + std::to_string(c.rows) + ", " + std::to_string(kRoundedGroup) + "] (" +
            kind_name(c.kind) + ")";
   }
-  return attention_difference(kernel, reference);
+  const std::string attention = attention_difference(kernel, reference);
+  return attention.empty() ? linear_attention_difference(kernel, reference) : attention;
 }
 
 }  // namespace w4a8

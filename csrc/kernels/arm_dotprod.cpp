@@ -287,8 +287,9 @@ struct Unpacked : SignedTiles<Unpacked> {
 
 extern const Kernel arm_dotprod;
 extern const AttentionFunctions arm_neon_attention;
-constinit const Kernel arm_dotprod = {shared_rows<arm_neon>(), gemm_arm_of<Unpacked>(), &arm_neon_attention,
-                                      "arm_dotprod", kNeon | kDotprod};
+extern const LinearAttentionFunctions arm_neon_linear_attention;
+constinit const Kernel arm_dotprod = {shared_rows<arm_neon>(),    gemm_arm_of<Unpacked>(), &arm_neon_attention,
+                                      &arm_neon_linear_attention, "arm_dotprod",           kNeon | kDotprod};
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

@@ -426,8 +426,9 @@ struct Pairs : SignedTiles<Pairs> {
 
 extern const Kernel arm_i8mm;
 extern const AttentionFunctions arm_neon_attention;
-constinit const Kernel arm_i8mm = {shared_rows<arm_neon>(), gemm_arm_of<Pairs>(), &arm_neon_attention, "arm_i8mm",
-                                   kNeon | kDotprod | kI8mm};
+extern const LinearAttentionFunctions arm_neon_linear_attention;
+constinit const Kernel arm_i8mm = {shared_rows<arm_neon>(),    gemm_arm_of<Pairs>(), &arm_neon_attention,
+                                   &arm_neon_linear_attention, "arm_i8mm",           kNeon | kDotprod | kI8mm};
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

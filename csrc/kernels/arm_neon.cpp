@@ -202,8 +202,9 @@ struct Ops : NeonOps {
 
 extern const Kernel arm_neon;
 extern const AttentionFunctions arm_neon_attention;
+extern const LinearAttentionFunctions arm_neon_linear_attention;
 constinit const Kernel arm_neon = {rows_of<Ops>(quantize_row_neon<Ops>), gemm_of<Ops>(), &arm_neon_attention,
-                                   "arm_neon", kNeon};
+                                   &arm_neon_linear_attention,           "arm_neon",     kNeon};
 
 }  // namespace w4a8::isa
 #endif

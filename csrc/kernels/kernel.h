@@ -346,11 +346,13 @@ struct GemmFunctions {
   bool (*wants_scratch)();       ///< `gemm` is faster with scratch on this CPU
 };
 
-struct AttentionFunctions;  // kernels/attention/attention.h
+struct AttentionFunctions;        // kernels/attention/attention.h
+struct LinearAttentionFunctions;  // kernels/linear_attention/linear_attention.h
 
 /// One SIMD variant.
 struct Kernel : RowFunctions, GemmFunctions {
   const AttentionFunctions* attention;
+  const LinearAttentionFunctions* linear_attention;
   const char* name;  ///< file name without .cpp, e.g. "x86_avx512vnni"
   uint32_t needs;    ///< Feature bits (cpu_features.h); runs iff (needs & host_features()) == needs
   /// Asks the operating system for what it gives to a process that asks; before the kernel is used for the first time,

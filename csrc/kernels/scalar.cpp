@@ -86,6 +86,8 @@ struct Ops : ScalarOps {
 
 extern const Kernel scalar;
 extern const AttentionFunctions scalar_attention;
-constinit const Kernel scalar = {rows_of<Ops>(), gemm_of<Ops>(), &scalar_attention, "scalar", 0};
+extern const LinearAttentionFunctions scalar_linear_attention;
+constinit const Kernel scalar = {rows_of<Ops>(),           gemm_of<Ops>(), &scalar_attention,
+                                 &scalar_linear_attention, "scalar",       0};
 
 }  // namespace w4a8::isa

@@ -132,9 +132,11 @@ void amx_gemm(const Rows& rows, int64_t m, const Panels& panels, int64_t panel_c
 
 extern const Kernel x86_amx;
 extern const AttentionFunctions x86_avx512vnni_attention;
+extern const LinearAttentionFunctions x86_avx512vnni_linear_attention;
 constinit const Kernel x86_amx = {shared_rows<x86_avx512vnni>(),
                                   {amx_gemm, amx_task_rows, amx_scratch_bytes, always},
                                   &x86_avx512vnni_attention,
+                                  &x86_avx512vnni_linear_attention,
                                   "x86_amx",
                                   kAvx2 | kFma | kF16c | kAvx512 | kAvx512Vnni | kGfni | kAmxInt8,
                                   ask_for_amx};

@@ -173,8 +173,9 @@ struct Ops : Avx2Ops {
 
 extern const Kernel x86_avx2;
 extern const AttentionFunctions x86_avx2_attention;
-constinit const Kernel x86_avx2 = {rows_of<Ops>(), gemm_of<Ops>(), &x86_avx2_attention, "x86_avx2",
-                                   kAvx2 | kFma | kF16c};
+extern const LinearAttentionFunctions x86_avx2_linear_attention;
+constinit const Kernel x86_avx2 = {rows_of<Ops>(), gemm_of<Ops>(),      &x86_avx2_attention, &x86_avx2_linear_attention,
+                                   "x86_avx2",     kAvx2 | kFma | kF16c};
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

@@ -63,8 +63,13 @@ bool unpacking_pays() { return !host_unpacks_for_free(); }
 
 extern const Kernel W4A8_AVX512VNNI;
 extern const AttentionFunctions W4A8_AVX512VNNI_ATTENTION;
-constinit const Kernel W4A8_AVX512VNNI = {rows_of<Ops>(), gemm_of<Ops>(unpacking_pays), &W4A8_AVX512VNNI_ATTENTION,
-                                          W4A8_AVX512VNNI_NAME, kAvx2 | kFma | kF16c | kAvx512 | kAvx512Vnni};
+extern const LinearAttentionFunctions x86_avx512vnni_linear_attention;
+constinit const Kernel W4A8_AVX512VNNI = {rows_of<Ops>(),
+                                          gemm_of<Ops>(unpacking_pays),
+                                          &W4A8_AVX512VNNI_ATTENTION,
+                                          &x86_avx512vnni_linear_attention,
+                                          W4A8_AVX512VNNI_NAME,
+                                          kAvx2 | kFma | kF16c | kAvx512 | kAvx512Vnni};
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

@@ -83,8 +83,10 @@ using Ops = VnniOps<AvxVnniOps>;
 
 extern const Kernel W4A8_AVXVNNI;
 extern const AttentionFunctions W4A8_AVXVNNI_ATTENTION;
-constinit const Kernel W4A8_AVXVNNI = {shared_rows<x86_avx2>(), gemm_of<Ops>(), &W4A8_AVXVNNI_ATTENTION,
-                                       W4A8_AVXVNNI_NAME, kAvx2 | kFma | kF16c | W4A8_AVXVNNI_NEEDS};
+extern const LinearAttentionFunctions x86_avx2_linear_attention;
+constinit const Kernel W4A8_AVXVNNI = {shared_rows<x86_avx2>(), gemm_of<Ops>(),
+                                       &W4A8_AVXVNNI_ATTENTION, &x86_avx2_linear_attention,
+                                       W4A8_AVXVNNI_NAME,       kAvx2 | kFma | kF16c | W4A8_AVXVNNI_NEEDS};
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

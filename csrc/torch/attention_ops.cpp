@@ -75,7 +75,7 @@ void attention_write_cpu(const Tensor& key, const Tensor& value, const Tensor& c
   const Tensor table = dense(block_table);
   const Tensor lengths = dense(seq_lens);
   const Tensor starts = dense(query_start_loc);
-  check_no_overlap(cache);
+  check_no_overlap("cache", cache);
   const Memory numbers[] = {{"block_table", table}, {"seq_lens", lengths}, {"query_start_loc", starts}};
   check_apart({"cache", cache}, numbers);
   const PagedCache paged =

@@ -1,8 +1,12 @@
 // Tensors and scalars of a call -> what the core takes, with errors that name the argument.
 #pragma once
 
+#include <algorithm>
+#include <cstdint>
 #include <initializer_list>
+#include <span>
 #include <string>
+#include <vector>
 
 #include "core/layout.h"
 #include "kernels/kernel.h"
@@ -66,6 +70,48 @@ inline DType activation_dtype(const char* name, const Tensor& tensor) {
     case ScalarType::BFloat16: return DType::kBFloat16;
     case ScalarType::Half: return DType::kFloat16;
     default: W4A8_CHECK(false, name, " has dtype ", type_of(tensor), ", expected float32, bfloat16 or float16");
+  }
+}
+
+/// A tensor of int32 that says where to read and write.
+inline void check_table(const char* name, const Tensor& tensor, int64_t dims) {
+  W4A8_CHECK(type_of(tensor) == ScalarType::Int, name, " has dtype ", type_of(tensor), ", expected int32");
+  W4A8_CHECK(tensor.dim() == dims, name, " has ", tensor.dim(), " dimensions, expected ", dims);
+}
+
+/// Of a tensor that is written: elements in the same memory (as torch's expand makes them) would be written by several
+/// threads at once.
+inline void check_no_overlap(const char* name, const Tensor& tensor) {
+  if (tensor.numel() == 0) return;
+  std::vector<int64_t> order;
+  for (int64_t i = tensor.dim(); i-- > 0;) {
+    if (tensor.size(i) > 1) order.push_back(i);
+  }
+  std::stable_sort(order.begin(), order.end(),
+                   [&](int64_t a, int64_t b) { return tensor.stride(a) < tensor.stride(b); });
+  int64_t extent = 1;
+  for (const int64_t i : order) {
+    W4A8_CHECK(tensor.stride(i) >= extent, name, " has stride ", tensor.stride(i), " in dimension ", i,
+               ", expected at least ", extent, ": it is written, so its elements must not overlap");
+    extent += (tensor.size(i) - 1) * tensor.stride(i);
+  }
+}
+
+/// Where the elements of a tensor are.
+struct Memory {
+  Memory(const char* name, const Tensor& tensor)
+      : name(name),
+        begin(reinterpret_cast<std::uintptr_t>(input_data(tensor))),
+        end(begin + static_cast<std::uintptr_t>(extent_bytes(tensor))) {}
+  const char* name;
+  std::uintptr_t begin;
+  std::uintptr_t end;
+};
+/// What is written does not change the numbers that say where to read and write.
+inline void check_apart(const Memory& written, std::span<const Memory> numbers) {
+  for (const Memory& each : numbers) {
+    W4A8_CHECK(written.end <= each.begin || each.end <= written.begin || each.begin == each.end, each.name,
+               " lies in the memory of ", written.name, ", which is written, expected other memory");
   }
 }
 

@@ -320,7 +320,7 @@ Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tenso
     const Tensor& table = pages[table_count == 1 ? 0 : i];
     check_cpu({{"caches", cache}});
     check_cache_types(cache, table, lengths, starts, 0);
-    check_no_overlap(cache);
+    check_no_overlap("caches", cache);
     const CacheShape shape = {attention.kind, attention.head_size, attention.value_size()};
     paged.push_back(
         paged_cache(cache, static_cast<uint8_t*>(output_data(cache)), shape, table, lengths, starts, tokens));

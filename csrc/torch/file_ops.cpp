@@ -5,7 +5,6 @@
 #include "torch/checks.h"
 #include "torch/context.h"
 #include "torch/ops.h"
-#include "torch/paged_cache.h"
 
 namespace w4a8 {
 namespace {

@@ -73,6 +73,12 @@ Tensor attention_cpu(const Tensor& query, const Tensor& cache, const Tensor& blo
                      int64_t window, double soft_cap, const OptionalTensor& sinks);
 decltype(attention_cpu) attention_meta;
 
+Tensor gated_delta_cpu(const Tensor& qkv, const Tensor& z, const Tensor& ba, const Tensor& conv_weight, const Tensor& a,
+                       const Tensor& dt_bias, const Tensor& norm, const Tensor& conv_state, const Tensor& state,
+                       const Tensor& slots, const Tensor& query_start_loc, const Tensor& fresh, int64_t key_heads,
+                       int64_t value_heads, double norm_eps, Text gate, const OptionalTensor& decay);
+decltype(gated_delta_cpu) gated_delta_meta;
+
 Tensor decoder_create_cpu(const Tensor& norm, const OptionalTensor& head, int64_t hidden_size, double eps);
 void decoder_add_layer_cpu(const Tensor& decoder, Tensors qkv, const Tensor& out, Tensors gate_up,
                            const OptionalTensor& down, int64_t heads, int64_t kv_heads, int64_t head_size, double scale,

@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <limits>
-#include <span>
 
 #include "core/attention/attention.h"
 #include "torch/checks.h"
@@ -17,11 +16,6 @@ inline CacheKind kind_of(Text kind) {
   W4A8_CHECK(false, "kind is '", kind, "', expected 'int8', 'bfloat16' or 'latent'");
 }
 
-inline void check_table(const char* name, const Tensor& tensor, int64_t dims) {
-  W4A8_CHECK(type_of(tensor) == ScalarType::Int, name, " has dtype ", type_of(tensor), ", expected int32");
-  W4A8_CHECK(tensor.dim() == dims, name, " has ", tensor.dim(), " dimensions, expected ", dims);
-}
-
 /// What all operators with a cache take.
 inline void check_cache_types(const Tensor& cache, const Tensor& block_table, const Tensor& seq_lens,
                               const Tensor& query_start_loc, int64_t window) {
@@ -32,38 +26,6 @@ inline void check_cache_types(const Tensor& cache, const Tensor& block_table, co
   check_table("seq_lens", seq_lens, 1);
   check_table("query_start_loc", query_start_loc, 1);
   W4A8_CHECK(window >= 0, "window is ", window, ", expected 0 (none) or more");
-}
-
-/// Of a cache that is written: pages and heads in the same memory (as torch's expand makes them) would be written by
-/// several threads at once.
-inline void check_no_overlap(const Tensor& cache) {
-  if (cache.numel() == 0) return;
-  const bool heads_inside = cache.stride(1) <= cache.stride(0);
-  int64_t bytes = cache.size(2);
-  for (const int64_t i : {heads_inside ? 1 : 0, heads_inside ? 0 : 1}) {
-    if (cache.size(i) == 1) continue;
-    W4A8_CHECK(cache.stride(i) >= bytes, "cache has stride ", cache.stride(i), " in dimension ", i,
-               ", expected at least ", bytes, ": it is written, so its elements must not overlap");
-    bytes += (cache.size(i) - 1) * cache.stride(i);
-  }
-}
-
-/// Where the elements of a tensor are.
-struct Memory {
-  Memory(const char* name, const Tensor& tensor)
-      : name(name),
-        begin(reinterpret_cast<std::uintptr_t>(input_data(tensor))),
-        end(begin + static_cast<std::uintptr_t>(extent_bytes(tensor))) {}
-  const char* name;
-  std::uintptr_t begin;
-  std::uintptr_t end;
-};
-/// What is written does not change the numbers that say where to read and write.
-inline void check_apart(const Memory& written, std::span<const Memory> numbers) {
-  for (const Memory& each : numbers) {
-    W4A8_CHECK(written.end <= each.begin || each.end <= written.begin || each.begin == each.end, each.name,
-               " lies in the memory of ", written.name, ", which is written, expected other memory");
-  }
 }
 
 /// The cache and the tables of a call, as the core takes them. Checks their sizes, seq_lens and query_start_loc;

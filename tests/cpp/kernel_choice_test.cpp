@@ -6,6 +6,7 @@
 #include <thread>
 
 #include "kernels/attention/attention.h"
+#include "kernels/linear_attention/linear_attention.h"
 #include "test_util.h"
 
 namespace w4a8::test {
@@ -114,6 +115,24 @@ TEST(KernelChoiceTest, EveryFunctionOfAKernel) {
     if (shape.kind == CacheKind::kLatent) block[0] ^= 1;
   };
   EXPECT_EQ(kernel_difference(attend, scalar()), "the attention cache of latent");
+}
+
+TEST(KernelDifferenceTest, NamesLinearAttention) {
+  Kernel kernel = named("wrong");
+  LinearAttentionFunctions wrong = *scalar().linear_attention;
+  kernel.linear_attention = &wrong;
+  EXPECT_EQ(kernel_difference(kernel, scalar()), "");
+  wrong.delta = [](const DeltaTile& tile) {
+    scalar().linear_attention->delta(tile);
+    if (tile.of_channels) tile.state[0] += 1;
+  };
+  EXPECT_EQ(kernel_difference(kernel, scalar()), "the gated delta rule with decays of channels");
+  wrong.convolve = [](const float* const* rows, const float* weight, int64_t stride, int64_t width, int64_t tokens,
+                      int64_t n, float* out) {
+    scalar().linear_attention->convolve(rows, weight, stride, width, tokens, n, out);
+    out[n - 1] += 1;
+  };
+  EXPECT_EQ(kernel_difference(kernel, scalar()), "the gated delta rule with decays of heads");
 }
 
 std::atomic<int> g_asked;

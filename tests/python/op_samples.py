@@ -3,6 +3,7 @@
 import torch
 from attention_data import Sequences
 from common import make_layer, make_matrix, route
+from gated_delta_data import Layer as GatedDelta
 
 import w4a8
 
@@ -59,6 +60,11 @@ def op_samples():
         "scale_dtype": torch.bfloat16, "importance": torch.rand(3, 64),
     }  # fmt: skip
 
+    def delta(**fields):
+        layer = GatedDelta(**fields)
+        # Fresh, so that a second call computes the same.
+        return ops.gated_delta.default, layer.arguments(layer.inputs(5), layer.states(3), [4, 1], [2, 0], True)
+
     def of(matrix, **more):
         sizes = {"block_size": matrix.group, "in_features": 64, "out_features": 24}
         return {**more, "packed_weights": matrix.pack(), **sizes}
@@ -105,6 +111,8 @@ def op_samples():
             attend,
             {**attention, "window": 9, "soft_cap": 3.0, "sinks": torch.randn(6), "causal": False},
         ),
+        "gated delta": delta(),
+        "gated delta of channels": delta(of_channels=True, gate="sigmoid", dtype=torch.bfloat16),
         "rounding": (rounded, to_round),
         "rounding of a stack": (rounded, stack_to_round),
     }
@@ -113,6 +121,11 @@ def op_samples():
 def tensor_arguments(arguments):
     """The names of those that are tensors."""
     return [name for name, value in arguments.items() if isinstance(value, torch.Tensor)]
+
+
+def changes_arguments(op):
+    """Whether a call writes to what it is given. Such an operator itself refuses what requires gradients."""
+    return any(argument.alias_info is not None and argument.alias_info.is_write for argument in op._schema.arguments)
 
 
 def results(op, arguments):

@@ -110,5 +110,5 @@ def test_numbers_in_the_memory_that_is_written(name, written):
 def test_a_cache_that_overlaps():
     model, x = Model(layers=1), torch.randn(3, HIDDEN)
     model.caches = [model.caches[0][:1].expand(9, -1, -1)]
-    with pytest.raises(RuntimeError, match="w4a8::decoder_step: cache has stride 0 in dimension 0, expected at least"):
+    with pytest.raises(RuntimeError, match="w4a8::decoder_step: caches has stride 0 in dimension 0, expected at least"):
         model.step(x, [3], [3])

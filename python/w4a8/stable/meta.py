@@ -27,6 +27,10 @@ _TOKENS = (
     "key",
     "value",
     "query",
+    "qkv",
+    "z",
+    "ba",
+    "decay",
 )
 
 

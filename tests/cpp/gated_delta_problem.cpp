@@ -1,0 +1,208 @@
+#include "gated_delta_problem.h"
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+
+#include "reference.h"
+#include "thread_parallel.h"
+
+namespace w4a8::test {
+namespace {
+
+uint32_t bits_at(const uint8_t* data, int64_t i, DType dtype) {
+  uint32_t bits = 0;
+  std::memcpy(&bits, data + i * dtype_bytes(dtype), static_cast<std::size_t>(dtype_bytes(dtype)));
+  return bits;
+}
+float float_at(const uint8_t* data, int64_t i, DType dtype) {
+  return ref::widen(bits_at(data, i, dtype), static_cast<ref::Type>(dtype));
+}
+void put(uint8_t* data, int64_t i, float x, DType dtype) {
+  const uint32_t bits = ref::narrow(x, static_cast<ref::Type>(dtype));
+  std::memcpy(data + i * dtype_bytes(dtype), &bits, static_cast<std::size_t>(dtype_bytes(dtype)));
+}
+bool same(float a, float b) { return (a != a && b != b) || std::memcmp(&a, &b, sizeof a) == 0; }
+
+// Rows far apart, and nothing behind the last one.
+struct Rows {
+  Rows(const std::vector<const std::vector<float>*>& rows, int64_t size, const DeltaProblem& p)
+      : stride(size + p.pad),
+        data(rows.empty() ? 0 : ((std::ssize(rows) - 1) * stride + size) * dtype_bytes(p.dtype), p.guard) {
+    for (std::size_t r = 0; r < rows.size(); ++r) {
+      for (int64_t i = 0; i < size; ++i) {
+        put(data.data(), static_cast<int64_t>(r) * stride + i, (*rows[r])[static_cast<std::size_t>(i)], p.dtype);
+      }
+    }
+    data.freeze();
+  }
+  ActivationRows rows(const DeltaProblem& p) const { return {data.data(), stride, p.dtype}; }
+  int64_t stride;
+  GuardedBuffer<uint8_t> data;
+};
+
+// The slots of both states, 0xff where nobody has written.
+struct States {
+  explicit States(const DeltaProblem& p)
+      : rows(p.layer.width - 1),
+        row_stride(p.transposed ? 1 : p.layer.channels() + p.pad),
+        channel_stride(p.transposed ? rows + p.pad : 1),
+        conv_slot(p.transposed ? p.layer.channels() * channel_stride : rows * row_stride),
+        key_stride(p.layer.value_size + p.pad),
+        head_stride(p.layer.key_size * key_stride),
+        slot_stride(p.layer.value_heads() * head_stride),
+        conv(p.slots() * conv_slot * dtype_bytes(p.conv_dtype), p.guard),
+        state(p.slots() * slot_stride, p.guard) {
+    for (std::size_t b = 0; b < p.sequences.size(); ++b) {
+      if (p.fresh[b]) continue;
+      each(
+          p, b, p.before[b], [&](float& to, float x) { to = x; },
+          [&](int64_t at, float x) { put(conv.data(), at, x, p.conv_dtype); });
+    }
+  }
+  // Every number of a sequence, where it is and what it is to be.
+  template <class OfState, class OfConv>
+  void each(const DeltaProblem& p, std::size_t b, const DeltaSequence& is, OfState of_state, OfConv of_conv) {
+    const DeltaLayer& l = p.layer;
+    for (int64_t i = 0; i < l.past(); ++i) {
+      const int64_t at = p.slot(b) * conv_slot + i / l.channels() * row_stride + i % l.channels() * channel_stride;
+      of_conv(at, is.past[static_cast<std::size_t>(i)]);
+    }
+    for (int64_t i = 0; i < l.states(); ++i) {
+      const int64_t row = i / l.value_size;
+      const int64_t at =
+          p.slot(b) * slot_stride + row / l.key_size * head_stride + row % l.key_size * key_stride + i % l.value_size;
+      of_state(state[at], is.state[static_cast<std::size_t>(i)]);
+    }
+  }
+  int64_t rows;
+  int64_t row_stride;
+  int64_t channel_stride;
+  int64_t conv_slot;
+  int64_t key_stride;
+  int64_t head_stride;
+  int64_t slot_stride;
+  GuardedBuffer<uint8_t> conv;
+  GuardedBuffer<float> state;
+};
+
+}  // namespace
+
+std::vector<float> held(std::vector<float> x, DType dtype) {
+  const auto type = static_cast<ref::Type>(dtype);
+  for (float& number : x) number = ref::widen(ref::narrow(number, type), type);
+  return x;
+}
+
+std::string difference(const DeltaProblem& p, const Kernel& kernel, int workers) {
+  const DeltaLayer& l = p.layer;
+  States states(p);
+  // What is not a number of a sequence stays as it is.
+  std::vector<uint8_t> others(states.conv.data(), states.conv.data() + states.conv.size());
+  std::vector<float> other_states(states.state.data(), states.state.data() + states.state.size());
+  std::vector<DeltaSequence> expected = p.before;
+  std::vector<std::size_t> done(p.sequences.size());
+  GatedDeltaLayer layer = {};
+  layer.key_heads = l.key_heads;
+  layer.value_heads = l.value_heads();
+  layer.key_size = l.key_size;
+  layer.value_size = l.value_size;
+  layer.rates = l.rates.data();
+  layer.rate_bias = l.bias.data();
+  layer.of_channels = l.of_channels;
+  layer.norm = l.norm.data();
+  layer.norm_eps = l.norm_eps;
+  layer.sigmoid_gate = l.sigmoid_gate;
+  std::vector<int32_t> slots;
+  for (std::size_t b = 0; b < p.sequences.size(); ++b) slots.push_back(p.slot(b));
+  const GuardedBuffer<float> weight(l.weight, p.guard);
+  ThreadParallel parallel(workers);
+  for (const std::vector<int64_t>& counts : p.calls) {
+    const std::string what = std::string(kernel.name) + " on " + std::to_string(workers) + ", call " +
+                             std::to_string(&counts - p.calls.data()) + ": ";
+    std::vector<const std::vector<float>*> rows;
+    std::vector<const std::vector<float>*> gates;
+    std::vector<const std::vector<float>*> betas;
+    std::vector<const std::vector<float>*> decays;
+    std::vector<int32_t> starts = {0};
+    const std::unique_ptr<bool[]> fresh(new bool[p.sequences.size()]);
+    std::vector<float> wanted;
+    for (std::size_t b = 0; b < p.sequences.size(); ++b) {
+      fresh[b] = p.fresh[b] && done[b] == 0;
+      for (int64_t t = 0; t < counts[b]; ++t) {
+        const DeltaToken& token = p.sequences[b][done[b]++];
+        rows.push_back(&token.row);
+        gates.push_back(&token.gates);
+        betas.push_back(&token.betas);
+        decays.push_back(&token.decays);
+        DeltaToken rounded = token;
+        rounded.row = held(token.row, p.conv_dtype);
+        const std::vector<float> out = expected[b].append(l, rounded);
+        wanted.insert(wanted.end(), out.begin(), out.end());
+      }
+      starts.push_back(static_cast<int32_t>(rows.size()));
+    }
+    const Rows of_rows(rows, l.channels(), p);
+    const Rows of_gates(gates, l.values(), p);
+    const Rows of_betas(betas, l.value_heads(), p);
+    const Rows of_decays(decays, l.decays(), p);
+    GuardedBuffer<uint8_t> out(std::ssize(wanted) * dtype_bytes(p.dtype), p.guard);
+    GatedDeltaCall call = {};
+    call.sequences = {std::ssize(slots), starts.data(), slots.data(), fresh.get()};
+    call.convolution = {of_rows.rows(p),
+                        weight.data(),
+                        l.channels(),
+                        l.width,
+                        {states.conv.data(), p.conv_dtype, states.conv_slot, states.row_stride, states.channel_stride}};
+    call.gates = of_gates.rows(p);
+    call.betas = of_betas.rows(p);
+    call.decays = of_decays.rows(p);
+    call.state = states.state.data();
+    call.slot_stride = states.slot_stride;
+    call.head_stride = states.head_stride;
+    call.key_stride = states.key_stride;
+    call.out = out.data();
+    Workspace workspace;
+    gated_delta(kernel, parallel, workspace, layer, call);
+    if (!out.slack_intact() || !states.conv.slack_intact() || !states.state.slack_intact()) {
+      return what + "written outside";
+    }
+    for (std::size_t i = 0; i < wanted.size(); ++i) {
+      const float got = float_at(out.data(), static_cast<int64_t>(i), p.dtype);
+      const float want = held({wanted[i]}, p.dtype)[0];
+      if (!same(got, want)) {
+        return what + "element " + std::to_string(i) + " is " + std::to_string(got) + " instead of " +
+               std::to_string(want);
+      }
+    }
+    std::string wrong;
+    for (std::size_t b = 0; b < p.sequences.size(); ++b) {
+      if (p.fresh[b] && done[b] == 0) continue;
+      const auto note = [&](const char* name, float got, float want) {
+        if (same(got, want) || !wrong.empty()) return;
+        wrong = what + name + " of sequence " + std::to_string(b) + " has " + std::to_string(got) + " instead of " +
+                std::to_string(want);
+      };
+      states.each(
+          p, b, expected[b],
+          [&](float& at, float x) {
+            note("the state", at, x);
+            other_states[static_cast<std::size_t>(&at - states.state.data())] = at;
+          },
+          [&](int64_t at, float x) {
+            note("the convolution's state", float_at(states.conv.data(), at, p.conv_dtype), x);
+            std::memcpy(others.data() + at * dtype_bytes(p.conv_dtype),
+                        states.conv.data() + at * dtype_bytes(p.conv_dtype),
+                        static_cast<std::size_t>(dtype_bytes(p.conv_dtype)));
+          });
+    }
+    if (!wrong.empty()) return wrong;
+    if (std::memcmp(others.data(), states.conv.data(), others.size()) != 0 ||
+        std::memcmp(other_states.data(), states.state.data(), states.state.bytes()) != 0) {
+      return what + "a number of no sequence was written";
+    }
+  }
+  return "";
+}
+
+}  // namespace w4a8::test

@@ -1,0 +1,103 @@
+"""Layers and sequences for gated_delta, and what it computes, in float64."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+import w4a8
+
+
+@dataclass
+class Layer:
+    """Weights of a layer: sizes small, in Qwen3.5's proportions unless said otherwise."""
+
+    key_heads: int = 2
+    value_heads: int = 4
+    key_size: int = 32
+    value_size: int = 32
+    width: int = 4
+    gate: str = "silu"
+    of_channels: bool = False
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    norm_eps: float = 1e-6
+    weights: dict = field(init=False)
+
+    def __post_init__(self):
+        g = torch.Generator().manual_seed(self.seed)
+        self.channels = 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
+        bias = (self.value_heads, self.key_size) if self.of_channels else (self.value_heads,)
+        self.weights = {
+            "conv_weight": torch.randn(self.channels, self.width, generator=g) * 0.5,
+            "a": torch.rand(self.value_heads, generator=g) * 15.9 + 0.1,
+            "dt_bias": torch.randn(bias, generator=g) - 2,
+            "norm": 1 + torch.randn(self.value_size, generator=g) * 0.1,
+        }
+
+    def inputs(self, tokens, seed=1):
+        g = torch.Generator().manual_seed(seed)
+        sizes = {"qkv": (self.channels,), "z": (self.value_heads * self.value_size,)}
+        sizes["ba"] = (self.value_heads * (1 if self.of_channels else 2),)
+        if self.of_channels:
+            sizes["decay"] = (self.value_heads, self.key_size)
+        return {name: torch.randn(tokens, *size, generator=g).to(self.dtype) for name, size in sizes.items()}
+
+    def states(self, slots, dtype=None, seed=None):
+        """Of NaN, which fresh sequences must not see; random ones with a seed."""
+        conv = torch.full((slots, self.width - 1, self.channels), torch.nan)
+        state = torch.full((slots, self.value_heads, self.key_size, self.value_size), torch.nan)
+        if seed is not None:
+            g = torch.Generator().manual_seed(seed)
+            conv, state = (torch.randn(part.shape, generator=g) * 0.3 for part in (conv, state))
+        return {"conv_state": conv.to(dtype or self.dtype), "state": state}
+
+    def arguments(self, inputs, states, lengths, slots=None, fresh=False):
+        """Of gated_delta, for sequences of so many tokens each. fresh: of all, or of each."""
+        return {
+            **inputs,
+            **self.weights,
+            **states,
+            "slots": torch.tensor(list(range(len(lengths)) if slots is None else slots), dtype=torch.int32),
+            "query_start_loc": torch.tensor([0, *lengths]).cumsum(0).int(),
+            "fresh": torch.tensor([fresh] * len(lengths) if isinstance(fresh, bool) else fresh, dtype=torch.bool),
+            "key_heads": self.key_heads,
+            "value_heads": self.value_heads,
+            "norm_eps": self.norm_eps,
+            "gate": self.gate,
+        }
+
+    def call(self, *args, **kwargs):
+        return w4a8.gated_delta(**self.arguments(*args, **kwargs))
+
+    def reference(self, inputs, conv=None, state=None):
+        """Of one sequence: output [T, value_heads * V], rows [width - 1, C] and state that are left, in float64.
+
+        conv, state: what was before, None: zeros.
+        """
+        hk, hv, k_, v_ = self.key_heads, self.value_heads, self.key_size, self.value_size
+        tokens = len(inputs["qkv"])
+        weights = {name: part.double() for name, part in self.weights.items()}
+        qkv, z, ba = (inputs[name].double() for name in ("qkv", "z", "ba"))
+        before = torch.zeros(self.width - 1, self.channels).double() if conv is None else conv.double()
+        rows = torch.cat([before, qkv])
+        x = sum(weights["conv_weight"][:, w] * rows[w : w + tokens] for w in range(self.width))
+        q, k, v = (x * torch.sigmoid(x)).split([hk * k_, hk * k_, hv * v_], 1)
+        q, k, v = q.view(tokens, hk, k_), k.view(tokens, hk, k_), v.view(tokens, hv, v_)
+        q, k = (y / torch.sqrt((y * y).sum(-1, keepdim=True) + 1e-6) for y in (q, k))
+        q, k = (y.repeat_interleave(hv // hk, 1) for y in (q / k_**0.5, k))
+        given = inputs["decay"].double() if self.of_channels else ba[:, hv:]
+        rate = weights["a"][:, None] if self.of_channels else weights["a"]
+        decay = torch.exp(-rate * torch.logaddexp(given + weights["dt_bias"], torch.zeros(()).double()))
+        decay = decay.view(tokens, hv, -1, 1).expand(tokens, hv, k_, 1)
+        beta = torch.sigmoid(ba[:, :hv])
+        s = torch.zeros(hv, k_, v_).double() if state is None else state.double()
+        out = torch.empty(tokens, hv, v_).double()
+        for t in range(tokens):
+            s = s * decay[t]
+            d = beta[t][:, None] * (v[t] - torch.einsum("hkv,hk->hv", s, k[t]))
+            s = s + k[t][:, :, None] * d[:, None, :]
+            out[t] = torch.einsum("hkv,hk->hv", s, q[t])
+        out = out * torch.rsqrt((out * out).mean(-1, keepdim=True) + self.norm_eps) * weights["norm"]
+        z = z.view(tokens, hv, v_)
+        out = out * torch.sigmoid(z) * (z if self.gate == "silu" else 1)
+        return out.reshape(tokens, hv * v_), rows[len(rows) - (self.width - 1) :], s
