@@ -43,6 +43,19 @@ inline int64_t max_tile_floats(int64_t rows) { return std::max(kTileFloats, rows
 /// Panels of the largest span.
 inline int64_t max_span(int64_t panels, int64_t spans) { return ceil_div(panels, spans); }
 
+/// Into how many parts each of `units` units of `pieces` even pieces is cut: fewest rounds of all workers. `shared`:
+/// what each part costs besides its pieces, of which each costs `piece`. An eighth must be gained.
+inline int64_t even_parts(int64_t units, int64_t pieces, int64_t shared, int64_t piece, int64_t workers) {
+  const auto cost = [&](int64_t parts) {
+    return ceil_div(units * parts, workers) * (shared + ceil_div(pieces, parts) * piece);
+  };
+  int64_t best = 1;
+  for (int64_t parts = 2; parts <= pieces && workers > 1; ++parts) {
+    if (cost(parts) < cost(best) - (best == 1 ? cost(1) / 8 : 0)) best = parts;
+  }
+  return best;
+}
+
 /// Below this many multiply-accumulates waking other threads costs more than it saves.
 inline constexpr int64_t kSerialMacs = 1 << 18;
 

@@ -78,6 +78,16 @@ Tensor gated_delta_cpu(const Tensor& qkv, const Tensor& z, const Tensor& ba, con
                        const Tensor& slots, const Tensor& query_start_loc, const Tensor& fresh, int64_t key_heads,
                        int64_t value_heads, double norm_eps, Text gate, const OptionalTensor& decay);
 decltype(gated_delta_cpu) gated_delta_meta;
+Tensor state_space_cpu(const Tensor& xbc, const OptionalTensor& z, const Tensor& dt, const Tensor& conv_weight,
+                       const OptionalTensor& conv_bias, const Tensor& a, const Tensor& dt_bias, const Tensor& d,
+                       const OptionalTensor& norm, const Tensor& conv_state, const Tensor& state, const Tensor& slots,
+                       const Tensor& query_start_loc, const Tensor& fresh, int64_t groups, double norm_eps,
+                       int64_t norm_groups, bool norm_first);
+decltype(state_space_cpu) state_space_meta;
+Tensor short_conv_cpu(const Tensor& bcx, const Tensor& conv_weight, const OptionalTensor& conv_bias,
+                      const Tensor& conv_state, const Tensor& slots, const Tensor& query_start_loc,
+                      const Tensor& fresh);
+decltype(short_conv_cpu) short_conv_meta;
 
 Tensor decoder_create_cpu(const Tensor& norm, const OptionalTensor& head, int64_t hidden_size, double eps);
 void decoder_add_layer_cpu(const Tensor& decoder, Tensors qkv, const Tensor& out, Tensors gate_up,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypedDict
 import torch
 
 from w4a8 import compiled
+from w4a8.linear_attention import gated_delta, short_conv, state_space
 
 __all__ = [
     "Activation",
@@ -32,6 +33,8 @@ __all__ = [
     "paged_attention_write",
     "read_header",
     "round_weights",
+    "short_conv",
+    "state_space",
     "topk_routing",
 ]
 # The wrappers that call the operator of their name, with the same arguments.
@@ -536,81 +539,6 @@ def attention_block_bytes(kind: str, key_size: int, value_size: int) -> int:
         raise ValueError(f"kind is {kind!r}, expected 'int8', 'bfloat16' or 'latent'")
     reference = (2 * key_size + 63) // 64 * 64
     return BLOCK_TOKENS * (key_size + value_size + 8) + reference
-
-
-def gated_delta(
-    qkv: torch.Tensor,
-    z: torch.Tensor,
-    ba: torch.Tensor,
-    conv_weight: torch.Tensor,
-    a: torch.Tensor,
-    dt_bias: torch.Tensor,
-    norm: torch.Tensor,
-    conv_state: torch.Tensor,
-    state: torch.Tensor,
-    slots: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    fresh: torch.Tensor,
-    *,
-    key_heads: int,
-    value_heads: int,
-    norm_eps: float,
-    gate: str = "silu",
-    decay: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """A layer of linear attention by the gated delta rule, between its projections (docs/numerics.md section 11).
-
-    Short convolution, gates, recurrence and gated norm, of prompts and single tokens in one call: of Qwen3-Next and
-    Qwen3.5, with ``decay`` of Kimi-Linear (KDA). The bits of a sequence depend on its tokens alone: not on how they are
-    cut into calls, on other sequences or on the number of threads. C is 2 * key_heads * K + value_heads * V.
-
-    Args:
-        qkv: float32, bfloat16 or float16 [T, C]: the projections of queries, keys [key_heads, K] and values
-            [value_heads, V], before the convolution.
-        z: [T, value_heads * V], the gate behind the norm. z, ba and decay may have another of these types.
-        ba: [T, 2 * value_heads]: b, whose sigmoid is beta, then what the decay is made of. [T, value_heads] with
-            ``decay``.
-        conv_weight: floating point [C, width], width 2 to 8. Is not copied if it is the transpose of a contiguous
-            float32 [width, C].
-        a: floating point [value_heads], exp(A_log): a decay is exp(-a * softplus(. + dt_bias)).
-        dt_bias: floating point [value_heads]; [value_heads, K] with ``decay``.
-        norm: floating point [V], the weight of the norm as it is (not 1 + weight).
-        conv_state: float32, bfloat16 or float16 [slots, width - 1, C] of any strides, changed in place: the last rows
-            of qkv, which is rounded to this type in front of the convolution.
-        state: float32 [slots, value_heads, K, V], changed in place; of any strides but the last, which is 1. K and V
-            are multiples of 16 up to 256. Value head h takes key head h // (value_heads / key_heads).
-        slots: int32 [B], the slot of each sequence in both states. Sequences with tokens have different ones.
-        query_start_loc: int32 [B + 1]: qkv[query_start_loc[b] : query_start_loc[b + 1]] are the next tokens of
-            sequence b. A sequence without tokens leaves its slot as it is.
-        fresh: bool [B]: the sequence begins here. What its slot holds, NaN too, counts as zeros.
-        norm_eps: added to the mean of squares of the norm. That of the norms of queries and keys is 1e-6.
-        gate: "silu" or "sigmoid", of z.
-        decay: [T, value_heads, K], what the decay of each channel of the keys is made of (KDA). None: one decay for a
-            head, from ba.
-
-    Returns:
-        [T, value_heads * V] of the dtype of qkv.
-    """
-    op = torch.ops.w4a8.gated_delta.default
-    return op(
-        qkv,
-        z,
-        ba,
-        conv_weight,
-        a,
-        dt_bias,
-        norm,
-        conv_state,
-        state,
-        slots,
-        query_start_loc,
-        fresh,
-        key_heads=key_heads,
-        value_heads=value_heads,
-        norm_eps=norm_eps,
-        gate=gate,
-        decay=decay,
-    )
 
 
 def round_weights(

@@ -4,42 +4,10 @@
 #include <cstring>
 #include <memory>
 
-#include "reference.h"
 #include "thread_parallel.h"
 
 namespace w4a8::test {
 namespace {
-
-uint32_t bits_at(const uint8_t* data, int64_t i, DType dtype) {
-  uint32_t bits = 0;
-  std::memcpy(&bits, data + i * dtype_bytes(dtype), static_cast<std::size_t>(dtype_bytes(dtype)));
-  return bits;
-}
-float float_at(const uint8_t* data, int64_t i, DType dtype) {
-  return ref::widen(bits_at(data, i, dtype), static_cast<ref::Type>(dtype));
-}
-void put(uint8_t* data, int64_t i, float x, DType dtype) {
-  const uint32_t bits = ref::narrow(x, static_cast<ref::Type>(dtype));
-  std::memcpy(data + i * dtype_bytes(dtype), &bits, static_cast<std::size_t>(dtype_bytes(dtype)));
-}
-bool same(float a, float b) { return (a != a && b != b) || std::memcmp(&a, &b, sizeof a) == 0; }
-
-// Rows far apart, and nothing behind the last one.
-struct Rows {
-  Rows(const std::vector<const std::vector<float>*>& rows, int64_t size, const DeltaProblem& p)
-      : stride(size + p.pad),
-        data(rows.empty() ? 0 : ((std::ssize(rows) - 1) * stride + size) * dtype_bytes(p.dtype), p.guard) {
-    for (std::size_t r = 0; r < rows.size(); ++r) {
-      for (int64_t i = 0; i < size; ++i) {
-        put(data.data(), static_cast<int64_t>(r) * stride + i, (*rows[r])[static_cast<std::size_t>(i)], p.dtype);
-      }
-    }
-    data.freeze();
-  }
-  ActivationRows rows(const DeltaProblem& p) const { return {data.data(), stride, p.dtype}; }
-  int64_t stride;
-  GuardedBuffer<uint8_t> data;
-};
 
 // The slots of both states, 0xff where nobody has written.
 struct States {
@@ -87,12 +55,6 @@ struct States {
 };
 
 }  // namespace
-
-std::vector<float> held(std::vector<float> x, DType dtype) {
-  const auto type = static_cast<ref::Type>(dtype);
-  for (float& number : x) number = ref::widen(ref::narrow(number, type), type);
-  return x;
-}
 
 std::string difference(const DeltaProblem& p, const Kernel& kernel, int workers) {
   const DeltaLayer& l = p.layer;
@@ -142,21 +104,21 @@ std::string difference(const DeltaProblem& p, const Kernel& kernel, int workers)
       }
       starts.push_back(static_cast<int32_t>(rows.size()));
     }
-    const Rows of_rows(rows, l.channels(), p);
-    const Rows of_gates(gates, l.values(), p);
-    const Rows of_betas(betas, l.value_heads(), p);
-    const Rows of_decays(decays, l.decays(), p);
+    const StridedRows of_rows(rows, l.channels(), p.dtype, p.pad, p.guard);
+    const StridedRows of_gates(gates, l.values(), p.dtype, p.pad, p.guard);
+    const StridedRows of_betas(betas, l.value_heads(), p.dtype, p.pad, p.guard);
+    const StridedRows of_decays(decays, l.decays(), p.dtype, p.pad, p.guard);
     GuardedBuffer<uint8_t> out(std::ssize(wanted) * dtype_bytes(p.dtype), p.guard);
     GatedDeltaCall call = {};
     call.sequences = {std::ssize(slots), starts.data(), slots.data(), fresh.get()};
-    call.convolution = {of_rows.rows(p),
+    call.convolution = {of_rows.rows(),
                         weight.data(),
                         l.channels(),
                         l.width,
                         {states.conv.data(), p.conv_dtype, states.conv_slot, states.row_stride, states.channel_stride}};
-    call.gates = of_gates.rows(p);
-    call.betas = of_betas.rows(p);
-    call.decays = of_decays.rows(p);
+    call.gates = of_gates.rows();
+    call.betas = of_betas.rows();
+    call.decays = of_decays.rows();
     call.state = states.state.data();
     call.slot_stride = states.slot_stride;
     call.head_stride = states.head_stride;
@@ -170,7 +132,7 @@ std::string difference(const DeltaProblem& p, const Kernel& kernel, int workers)
     for (std::size_t i = 0; i < wanted.size(); ++i) {
       const float got = float_at(out.data(), static_cast<int64_t>(i), p.dtype);
       const float want = held({wanted[i]}, p.dtype)[0];
-      if (!same(got, want)) {
+      if (!same_number(got, want)) {
         return what + "element " + std::to_string(i) + " is " + std::to_string(got) + " instead of " +
                std::to_string(want);
       }
@@ -179,7 +141,7 @@ std::string difference(const DeltaProblem& p, const Kernel& kernel, int workers)
     for (std::size_t b = 0; b < p.sequences.size(); ++b) {
       if (p.fresh[b] && done[b] == 0) continue;
       const auto note = [&](const char* name, float got, float want) {
-        if (same(got, want) || !wrong.empty()) return;
+        if (same_number(got, want) || !wrong.empty()) return;
         wrong = what + name + " of sequence " + std::to_string(b) + " has " + std::to_string(got) + " instead of " +
                 std::to_string(want);
       };

@@ -7,6 +7,7 @@
 #include "core/linear_attention/gated_delta.h"
 #include "gated_delta_reference.h"
 #include "guarded_buffer.h"
+#include "strided.h"
 
 namespace w4a8::test {
 
@@ -34,9 +35,6 @@ void fill(DeltaProblem& problem, const std::vector<int64_t>& lengths, Floats flo
 /// "" if each call on `workers` workers gives the bits of the reference, writes nothing else and reads nothing else;
 /// else what differs.
 std::string difference(const DeltaProblem& problem, const Kernel& kernel, int workers);
-
-/// x as `dtype` holds it.
-std::vector<float> held(std::vector<float> x, DType dtype);
 
 template <class Floats>
 void fill(DeltaProblem& problem, const std::vector<int64_t>& lengths, Floats floats) {

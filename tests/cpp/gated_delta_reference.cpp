@@ -2,10 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 namespace w4a8::test {
-namespace {
 
 float exp_of(float x) {
   if (std::isnan(x)) return x;
@@ -17,45 +15,41 @@ float exp_of(float x) {
   return std::ldexp(1.0f + std::fma(r * r, q, r), static_cast<int>(n));
 }
 
-float gated(float x, float by) { return x / (1.0f + exp_of(-by)); }
-
-float decay_of(float x, float rate) {
+float softplus_of(float x) {
   const float y = exp_of(-std::fabs(x));
   const float s = y / (2.0f + y);
   const float square = s * s;
   float p = 0x1.dba26p-4f;
   for (const float c : {0x1.bc8cf8p-4f, 0x1.24c926p-3f, 0x1.9998d4p-3f, 0x1.555556p-2f}) p = std::fma(p, square, c);
-  const float softplus = (0.0f > x ? 0.0f : x) + std::fma((s + s) * square, p, s + s);
-  const float decay = exp_of(-rate * softplus);
-  return decay < 0x1p-64f ? 0.0f : decay;
+  return (0.0f > x ? 0.0f : x) + std::fma((s + s) * square, p, s + s);
 }
 
-// x [n] times 1 / its root mean square, times a weight.
-template <class Weight>
-void rms_norm(float* x, int64_t n, float eps, Weight weight) {
-  float lanes[16] = {};
-  for (int64_t i = 0; i < n; ++i) lanes[i % 16] += x[i] * x[i];
+float sum_of(float (&lanes)[16]) {
   for (int half = 8; half > 0; half /= 2) {
     for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
   }
-  const float r = 1.0f / std::sqrt(lanes[0] / static_cast<float>(n) + eps);
-  for (int64_t i = 0; i < n; ++i) x[i] = x[i] * r * weight(i);
+  return lanes[0];
 }
 
-}  // namespace
+float norm_of(const float* x, int64_t n, float eps) {
+  float lanes[16] = {};
+  for (int64_t i = 0; i < n; ++i) lanes[i % 16] += x[i] * x[i];
+  return 1.0f / std::sqrt(sum_of(lanes) / static_cast<float>(n) + eps);
+}
+
+float convolved(const float* rows, const float* weight, int64_t stride, int64_t width, const float* bias) {
+  float sum = bias == nullptr ? weight[0] * rows[0] : std::fma(weight[0], rows[0], *bias);
+  for (int64_t w = 1; w < width; ++w) sum = std::fma(weight[w * stride], rows[w * stride], sum);
+  return sum;
+}
 
 std::vector<float> DeltaSequence::append(const DeltaLayer& layer, const DeltaToken& token) {
   const int64_t channels = layer.channels();
   past.insert(past.end(), token.row.begin(), token.row.end());
   std::vector<float> x(static_cast<std::size_t>(channels));
   for (int64_t c = 0; c < channels; ++c) {
-    float sum = 0.0f;
-    for (int64_t w = 0; w < layer.width; ++w) {
-      const float row = past[static_cast<std::size_t>(w * channels + c)];
-      const float weight = layer.weight[static_cast<std::size_t>(w * channels + c)];
-      sum = w == 0 ? weight * row : std::fma(weight, row, sum);
-    }
-    x[static_cast<std::size_t>(c)] = gated(sum, sum);
+    x[static_cast<std::size_t>(c)] =
+        silu_of(convolved(past.data() + c, layer.weight.data() + c, channels, layer.width, nullptr));
   }
   past.erase(past.begin(), past.begin() + channels);
 
@@ -64,14 +58,16 @@ std::vector<float> DeltaSequence::append(const DeltaLayer& layer, const DeltaTok
   const auto root = static_cast<float>(keys);
   for (int64_t h = 0; h < 2 * layer.key_heads; ++h) {
     const float unit = h < layer.key_heads ? 1.0f / root : 1.0f / std::sqrt(root);
-    rms_norm(x.data() + h * keys, keys, 1e-6f / root, [unit](int64_t) { return unit; });
+    float* const row = x.data() + h * keys;
+    const float r = norm_of(row, keys, 1e-6f / root);
+    for (int64_t i = 0; i < keys; ++i) row[i] = row[i] * r * unit;
   }
   std::vector<float> out(static_cast<std::size_t>(layer.values()));
   for (int64_t h = 0; h < layer.value_heads(); ++h) {
     const float* q = x.data() + h / layer.group * keys;
     const float* k = q + layer.key_heads * keys;
     const float* v = x.data() + 2 * layer.key_heads * keys + h * size;
-    const float beta = gated(1.0f, token.betas[static_cast<std::size_t>(h)]);
+    const float beta = sigmoid_of(token.betas[static_cast<std::size_t>(h)]);
     const auto decay = [&](int64_t i) {
       const auto at = static_cast<std::size_t>(layer.of_channels ? h * keys + i : h);
       return decay_of(token.decays[at] + layer.bias[at], layer.rates[static_cast<std::size_t>(h)]);
@@ -94,10 +90,10 @@ std::vector<float> DeltaSequence::append(const DeltaLayer& layer, const DeltaTok
       }
       row[c] = sum;
     }
-    rms_norm(row, size, layer.norm_eps, [&](int64_t i) { return layer.norm[static_cast<std::size_t>(i)]; });
+    const float r = norm_of(row, size, layer.norm_eps);
     for (int64_t c = 0; c < size; ++c) {
       const float z = token.gates[static_cast<std::size_t>(h * size + c)];
-      row[c] *= layer.sigmoid_gate ? gated(1.0f, z) : gated(z, z);
+      row[c] = row[c] * r * layer.norm[static_cast<std::size_t>(c)] * (layer.sigmoid_gate ? sigmoid_of(z) : silu_of(z));
     }
   }
   return out;

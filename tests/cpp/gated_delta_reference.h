@@ -7,6 +7,22 @@
 
 namespace w4a8::test {
 
+// What docs/numerics.md section 11 is made of.
+float exp_of(float x);
+inline float silu_of(float x) { return x / (1.0f + exp_of(-x)); }
+inline float sigmoid_of(float x) { return 1.0f / (1.0f + exp_of(-x)); }
+float softplus_of(float x);
+inline float decay_of(float x, float rate) {
+  const float decay = exp_of(-rate * softplus_of(x));
+  return decay < 0x1p-64f ? 0.0f : decay;
+}
+/// The sum of 16 lanes, whose halves are added until one is left.
+float sum_of(float (&lanes)[16]);
+/// What a row [n] is multiplied by to have a root mean square of 1.
+float norm_of(const float* x, int64_t n, float eps);
+/// One channel of a convolution, the oldest of `width` rows first; rows and weights `stride` apart. bias: null is none.
+float convolved(const float* rows, const float* weight, int64_t stride, int64_t width, const float* bias);
+
 struct DeltaLayer {
   int64_t key_heads = 1;
   int64_t group = 2;  // value heads of a key head

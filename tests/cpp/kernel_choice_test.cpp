@@ -127,10 +127,15 @@ TEST(KernelDifferenceTest, NamesLinearAttention) {
     if (tile.of_channels) tile.state[0] += 1;
   };
   EXPECT_EQ(kernel_difference(kernel, scalar()), "the gated delta rule with decays of channels");
-  wrong.convolve = [](const float* const* rows, const float* weight, int64_t stride, int64_t width, int64_t tokens,
-                      int64_t n, float* out) {
-    scalar().linear_attention->convolve(rows, weight, stride, width, tokens, n, out);
-    out[n - 1] += 1;
+  wrong.delta = scalar().linear_attention->delta;
+  wrong.scan = [](const ScanTile& tile) {
+    scalar().linear_attention->scan(tile);
+    tile.state[tile.state_size - 1] += 1;
+  };
+  EXPECT_EQ(kernel_difference(kernel, scalar()), "the scan of Mamba-2");
+  wrong.convolve = [](const ConvolutionTile& tile) {
+    scalar().linear_attention->convolve(tile);
+    tile.out[tile.n - 1] += 1;
   };
   EXPECT_EQ(kernel_difference(kernel, scalar()), "the gated delta rule with decays of heads");
 }

@@ -7,6 +7,15 @@ import torch
 import w4a8
 
 
+def sequence_arguments(lengths, slots, fresh):
+    """Of sequences of so many tokens each. fresh: of all, or of each."""
+    return {
+        "slots": torch.tensor(list(range(len(lengths)) if slots is None else slots), dtype=torch.int32),
+        "query_start_loc": torch.tensor([0, *lengths]).cumsum(0).int(),
+        "fresh": torch.tensor([fresh] * len(lengths) if isinstance(fresh, bool) else fresh, dtype=torch.bool),
+    }
+
+
 @dataclass
 class Layer:
     """Weights of a layer: sizes small, in Qwen3.5's proportions unless said otherwise."""
@@ -52,14 +61,11 @@ class Layer:
         return {"conv_state": conv.to(dtype or self.dtype), "state": state}
 
     def arguments(self, inputs, states, lengths, slots=None, fresh=False):
-        """Of gated_delta, for sequences of so many tokens each. fresh: of all, or of each."""
         return {
             **inputs,
             **self.weights,
             **states,
-            "slots": torch.tensor(list(range(len(lengths)) if slots is None else slots), dtype=torch.int32),
-            "query_start_loc": torch.tensor([0, *lengths]).cumsum(0).int(),
-            "fresh": torch.tensor([fresh] * len(lengths) if isinstance(fresh, bool) else fresh, dtype=torch.bool),
+            **sequence_arguments(lengths, slots, fresh),
             "key_heads": self.key_heads,
             "value_heads": self.value_heads,
             "norm_eps": self.norm_eps,

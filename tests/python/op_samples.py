@@ -4,6 +4,7 @@ import torch
 from attention_data import Sequences
 from common import make_layer, make_matrix, route
 from gated_delta_data import Layer as GatedDelta
+from state_space_data import ShortConv, StateSpace
 
 import w4a8
 
@@ -60,10 +61,9 @@ def op_samples():
         "scale_dtype": torch.bfloat16, "importance": torch.rand(3, 64),
     }  # fmt: skip
 
-    def delta(**fields):
-        layer = GatedDelta(**fields)
+    def with_states(op, layer):
         # Fresh, so that a second call computes the same.
-        return ops.gated_delta.default, layer.arguments(layer.inputs(5), layer.states(3), [4, 1], [2, 0], True)
+        return op.default, layer.arguments(layer.inputs(5), layer.states(3), [4, 1], [2, 0], True)
 
     def of(matrix, **more):
         sizes = {"block_size": matrix.group, "in_features": 64, "out_features": 24}
@@ -111,8 +111,12 @@ def op_samples():
             attend,
             {**attention, "window": 9, "soft_cap": 3.0, "sinks": torch.randn(6), "causal": False},
         ),
-        "gated delta": delta(),
-        "gated delta of channels": delta(of_channels=True, gate="sigmoid", dtype=torch.bfloat16),
+        "gated delta": with_states(ops.gated_delta, GatedDelta()),
+        "gated delta of channels": with_states(
+            ops.gated_delta, GatedDelta(of_channels=True, gate="sigmoid", dtype=torch.bfloat16)
+        ),
+        "state space": with_states(ops.state_space, StateSpace()),
+        "short convolution": with_states(ops.short_conv, ShortConv(bias=True)),
         "rounding": (rounded, to_round),
         "rounding of a stack": (rounded, stack_to_round),
     }

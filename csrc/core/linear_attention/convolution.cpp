@@ -58,7 +58,14 @@ void Convolution::load_past(const StateSequences& sequences, int64_t b, int64_t 
 const float* Convolution::row(const Kernel& kernel, int64_t token, int64_t channel, int64_t channels, float* buffer,
                               float* stored) const {
   const float* given = floats_of(rows, token, channel, channels, buffer);
-  if (state.dtype == DType::kFloat32 || state.dtype == rows.dtype) return given;
+  if (factor.data != nullptr) {
+    const float* times = floats_of(factor, token, channel, channels, stored);
+    for (int64_t i = 0; i < channels; ++i) buffer[i] = given[i] * times[i];
+    given = buffer;
+  } else if (state.dtype == rows.dtype) {
+    return given;
+  }
+  if (state.dtype == DType::kFloat32) return given;
   kernel.store_row(given, channels, state.dtype, stored);
   load_floats(stored, state.dtype, channels, buffer);
   return buffer;
@@ -74,7 +81,9 @@ void Convolution::run(const Kernel& kernel, const StateSequences& sequences, int
                  ? own.past + (token + width - 1) * channels
                  : row(kernel, sequences.starts[b] + token, channel, channels, own.rows + i * channels, own.stored);
   }
-  kernel.linear_attention->convolve(all, weight + channel, weight_stride, width, count, channels, out);
+  const float* const of_bias = bias == nullptr ? nullptr : bias + channel;
+  kernel.linear_attention->convolve(
+      {all, weight + channel, weight_stride, of_bias, width, count, channels, activate, out});
 }
 
 void Convolution::keep(const Kernel& kernel, const StateSequences& sequences, int64_t b, int64_t channel,
@@ -85,7 +94,7 @@ void Convolution::keep(const Kernel& kernel, const StateSequences& sequences, in
   for (int64_t w = 0; w < width - 1; ++w) {
     const int64_t token = sequences.tokens(b) - (width - 1) + w;
     const float* from = token < 0 ? own.past + (token + width - 1) * channels
-                                  : floats_of(rows, sequences.starts[b] + token, channel, channels, own.rows);
+                                  : row(kernel, sequences.starts[b] + token, channel, channels, own.rows, own.stored);
     const int64_t at = sequences.slots[b] * state.slot_stride + w * state.row_stride + channel * state.channel_stride;
     if (state.channel_stride == 1) {
       kernel.store_row(from, channels, state.dtype, data + at * bytes);

@@ -59,8 +59,11 @@ struct Convolution {
   int64_t weight_stride;
   int64_t width;
   ConvolutionState state;
+  const float* bias = nullptr;  ///< [channels]; null: none
+  bool activate = true;         ///< SiLU
+  ActivationRows factor = {};   ///< rows are multiplied by these first; null: there are none
 
-  /// SiLU of the convolution of `channels` channels from `channel` on, of `count` tokens of sequence b from its token
+  /// The convolution of `channels` channels from `channel` on, of `count` tokens of sequence b from its token
   /// `first` of this call on: out [count, channels].
   void run(const Kernel& kernel, const StateSequences& sequences, int64_t b, int64_t first, int64_t count,
            int64_t channel, int64_t channels, const ConvolutionBuffers& own, float* out) const;
@@ -73,7 +76,7 @@ struct Convolution {
   // Rows of the state that lie `width - 1` to 1 tokens back.
   void load_past(const StateSequences& sequences, int64_t b, int64_t channel, int64_t channels, float* past) const;
   const float* row(const Kernel& kernel, int64_t token, int64_t channel, int64_t channels, float* buffer,
-                   float* stored) const;
+                   float* stored) const;  // in `buffer`, or where it was given
 };
 
 }  // namespace w4a8

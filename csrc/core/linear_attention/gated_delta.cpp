@@ -64,7 +64,8 @@ class GatedDelta {
         sequences_(call.sequences),
         head_tiles_(ceil_div(layer.value_size, kTileColumns)),
         tiles_(head_tiles_ * layer.group()) {
-    const float size = static_cast<float>(layer.key_size);
+    const DefaultFloatEnvironment environment;
+    const auto size = static_cast<float>(layer.key_size);
     unit_.assign(static_cast<std::size_t>(2 * layer.key_size), 1.0f / size);
     std::fill_n(unit_.begin() + layer.key_size, layer.key_size, 1.0f / std::sqrt(size));
     for (int64_t b = 0; b < sequences_.count; ++b) {
@@ -105,21 +106,11 @@ class GatedDelta {
   }
 
  private:
-  // How many tasks the tiles of a key head are cut into: fewest rounds of all workers. Each task makes queries and keys
-  // by itself. In operations for a token, by estimate: 32 a channel for what is around the state, 4 a number of it.
+  // How many tasks the tiles of a key head are cut into. Each task makes queries and keys by itself. In operations for
+  // a token, by estimate: 32 a channel for what is around the state, 4 a number of it.
   int64_t parts_of(int64_t workers) const {
-    const int64_t heads = std::ssize(order_) * layer_.key_heads;
-    const int64_t shared = 2 * layer_.key_size * 32;
-    const int64_t tile = kTileColumns * (4 * layer_.key_size + 2 * 32);
-    const auto cost = [&](int64_t parts) {
-      return ceil_div(heads * parts, workers) * (shared + ceil_div(tiles_, parts) * tile);
-    };
-    int64_t best = 1;
-    for (int64_t parts = 2; parts <= tiles_ && workers > 1; ++parts) {
-      // A second phase is not free.
-      if (cost(parts) < cost(best) - (best == 1 ? cost(1) / 8 : 0)) best = parts;
-    }
-    return best;
+    return even_parts(std::ssize(order_) * layer_.key_heads, tiles_, 2 * layer_.key_size * 32,
+                      kTileColumns * (4 * layer_.key_size + 2 * 32), workers);
   }
 
   // Queries, keys and values of a head in the rows of the convolution.

@@ -1,7 +1,7 @@
-// What attention needs of 256-bit registers. Included inside a target region and an anonymous namespace.
+// What attention, linear attention too, needs of 256-bit registers. Included inside a target region and an anonymous
+// namespace.
 #pragma once
 
-#include "kernels/attention/base-inl.h"
 #include "kernels/avx2_ops-inl.h"
 
 struct Ops : Avx2Ops {

@@ -12,13 +12,13 @@
 namespace w4a8::isa {
 namespace {
 
-#include "kernels/arm_ops-inl.h"
+#include "kernels/attention/neon-inl.h"
 #include "kernels/linear_attention/linear_attention-inl.h"
 
 }  // namespace
 
 extern const LinearAttentionFunctions arm_neon_linear_attention;
-constinit const LinearAttentionFunctions arm_neon_linear_attention = linear_attention_of<NeonOps, 16>();
+constinit const LinearAttentionFunctions arm_neon_linear_attention = linear_attention_of<Ops, 16>();
 
 }  // namespace w4a8::isa
 #endif

@@ -13,12 +13,12 @@
 namespace w4a8::isa {
 namespace {
 
+#include "kernels/attention/scalar-inl.h"
 #include "kernels/linear_attention/linear_attention-inl.h"
-#include "kernels/scalar_ops-inl.h"
 
 }  // namespace
 
 extern const LinearAttentionFunctions scalar_linear_attention;
-constinit const LinearAttentionFunctions scalar_linear_attention = linear_attention_of<ScalarOps, 16>();
+constinit const LinearAttentionFunctions scalar_linear_attention = linear_attention_of<Ops, 16>();
 
 }  // namespace w4a8::isa

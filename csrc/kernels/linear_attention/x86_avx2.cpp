@@ -16,13 +16,13 @@ W4A8_TARGET("avx2,fma,f16c")
 namespace w4a8::isa {
 namespace {
 
-#include "kernels/avx2_ops-inl.h"
+#include "kernels/attention/avx2-inl.h"
 #include "kernels/linear_attention/linear_attention-inl.h"
 
 }  // namespace
 
 extern const LinearAttentionFunctions x86_avx2_linear_attention;
-constinit const LinearAttentionFunctions x86_avx2_linear_attention = linear_attention_of<Avx2Ops, 32>();
+constinit const LinearAttentionFunctions x86_avx2_linear_attention = linear_attention_of<Ops, 32>();
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

@@ -22,13 +22,13 @@ W4A8_TARGET("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
 namespace w4a8::isa {
 namespace {
 
-#include "kernels/avx512_ops-inl.h"
+#include "kernels/attention/avx512-inl.h"
 #include "kernels/linear_attention/linear_attention-inl.h"
 
 }  // namespace
 
 extern const LinearAttentionFunctions x86_avx512vnni_linear_attention;
-constinit const LinearAttentionFunctions x86_avx512vnni_linear_attention = linear_attention_of<Avx512Ops, 32>();
+constinit const LinearAttentionFunctions x86_avx512vnni_linear_attention = linear_attention_of<Ops, 32>();
 
 }  // namespace w4a8::isa
 W4A8_TARGET_END

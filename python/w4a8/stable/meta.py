@@ -31,6 +31,9 @@ _TOKENS = (
     "z",
     "ba",
     "decay",
+    "xbc",
+    "dt",
+    "bcx",
 )
 
 

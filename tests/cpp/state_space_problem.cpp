@@ -1,0 +1,172 @@
+#include "state_space_problem.h"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+
+#include "thread_parallel.h"
+
+namespace w4a8::test {
+namespace {
+
+std::size_t at(int64_t i) { return static_cast<std::size_t>(i); }
+
+// The output of a token, whose row is rounded to the type of the convolution's state.
+std::vector<float> append(const ScanProblem& p, ScanProblem::State& is, const ScanProblem::Token& token,
+                          const std::vector<float>& row) {
+  const int64_t rows = p.rows();
+  is.past.insert(is.past.end(), row.begin(), row.end());
+  std::vector<float> x;
+  for (int64_t c = 0; c < rows; ++c) {
+    x.push_back(silu_of(convolved(is.past.data() + c, p.weight.data() + c, rows, p.width, &p.bias[at(c)])));
+  }
+  is.past.erase(is.past.begin(), is.past.begin() + rows);
+  std::vector<float> out(at(p.out()));
+  for (int64_t i = 0; i < p.out(); ++i) {
+    const int64_t h = i / p.channels;
+    const float* b = x.data() + p.out() + h / (p.heads / p.groups) * p.state_size;
+    const float* c = b + p.groups * p.state_size;
+    const float given = token.step[at(h)] + p.step_bias[at(h)];
+    const float in = softplus_of(given) * x[at(i)];
+    const float decay = decay_of(given, p.rates[at(h)]);
+    float lanes[16] = {};
+    for (int64_t n = 0; n < p.state_size; ++n) {
+      float& s = is.state[at(i * p.state_size + n)];
+      s = std::fma(in, b[n], decay * s);
+      lanes[n % 16] = std::fma(c[n], s, lanes[n % 16]);
+    }
+    out[at(i)] = std::fma(p.skips[at(h)], x[at(i)], sum_of(lanes));
+  }
+  const auto gate = [&] {
+    for (int64_t i = 0; i < p.out() && p.gated; ++i) out[at(i)] *= silu_of(token.gate[at(i)]);
+  };
+  if (!p.norm_first) gate();
+  const int64_t size = p.out() / p.norm_groups;
+  for (int64_t g = 0; g < p.norm_groups && p.normed; ++g) {
+    const float r = norm_of(out.data() + g * size, size, p.norm_eps);
+    for (int64_t i = g * size; i < (g + 1) * size; ++i) out[at(i)] = out[at(i)] * r * p.norm[at(i)];
+  }
+  if (p.norm_first) gate();
+  return out;
+}
+
+// The slots of both states, the sequences in reverse order and slot 0 unused; 0xff where nobody has written.
+struct States {
+  explicit States(const ScanProblem& p)
+      : row_stride(p.rows() + p.pad),
+        conv_slot((p.width - 1) * row_stride),
+        channel_stride(p.state_size + p.pad),
+        head_stride(p.channels * channel_stride),
+        slot_stride(p.heads * head_stride),
+        conv((std::ssize(p.fresh) + 1) * conv_slot * dtype_bytes(p.conv_dtype), p.guard),
+        state((std::ssize(p.fresh) + 1) * slot_stride, p.guard) {
+    for (int64_t b = 0; b < std::ssize(p.fresh); ++b) {
+      if (!p.fresh[at(b)]) write(p, b, p.before[at(b)], conv.data(), state.data());
+    }
+  }
+  void write(const ScanProblem& p, int64_t b, const ScanProblem::State& is, uint8_t* to_conv, float* to_state) const {
+    const int64_t slot = std::ssize(p.fresh) - b;
+    for (int64_t i = 0; i < std::ssize(is.past); ++i) {
+      put(to_conv, slot * conv_slot + i / p.rows() * row_stride + i % p.rows(), is.past[at(i)], p.conv_dtype);
+    }
+    for (int64_t i = 0; i < std::ssize(is.state); ++i) {
+      to_state[slot * slot_stride + i / p.state_size * channel_stride + i % p.state_size] = is.state[at(i)];
+    }
+  }
+  int64_t row_stride, conv_slot, channel_stride, head_stride, slot_stride;
+  GuardedBuffer<uint8_t> conv;
+  GuardedBuffer<float> state;
+};
+
+}  // namespace
+
+std::string difference(const ScanProblem& p, const Kernel& kernel, int workers) {
+  States states(p);
+  std::vector<ScanProblem::State> expected = p.before;
+  std::vector<std::size_t> done(p.sequences.size());
+  StateSpaceLayer layer = {};
+  layer.heads = p.heads;
+  layer.channels = p.channels;
+  layer.groups = p.groups;
+  layer.state_size = p.state_size;
+  layer.rates = p.rates.data();
+  layer.step_bias = p.step_bias.data();
+  layer.skips = p.skips.data();
+  layer.norm = p.normed ? p.norm.data() : nullptr;
+  layer.norm_groups = p.norm_groups;
+  layer.norm_eps = p.norm_eps;
+  layer.norm_first = p.norm_first;
+  std::vector<int32_t> slots;
+  for (int64_t b = 0; b < std::ssize(p.fresh); ++b) slots.push_back(static_cast<int32_t>(std::ssize(p.fresh) - b));
+  const GuardedBuffer<float> weight(p.weight, p.guard);
+  const GuardedBuffer<float> bias(p.bias, p.guard);
+  ThreadParallel parallel(workers);
+  for (const std::vector<int64_t>& counts : p.calls) {
+    const std::string what = std::string(kernel.name) + " on " + std::to_string(workers) + ", call " +
+                             std::to_string(&counts - p.calls.data()) + ": ";
+    std::vector<const std::vector<float>*> rows, gates, steps;
+    std::vector<int32_t> starts = {0};
+    const std::unique_ptr<bool[]> fresh(new bool[p.sequences.size()]);
+    std::vector<float> wanted;
+    // What the states are to be: only the numbers of sequences with tokens change.
+    std::vector<uint8_t> conv(states.conv.data(), states.conv.data() + states.conv.size());
+    std::vector<float> state(states.state.data(), states.state.data() + states.state.size());
+    for (std::size_t b = 0; b < p.sequences.size(); ++b) {
+      fresh[b] = p.fresh[b] && done[b] == 0;
+      for (int64_t t = 0; t < counts[b]; ++t) {
+        const ScanProblem::Token& token = p.sequences[b][done[b]++];
+        rows.push_back(&token.row);
+        gates.push_back(&token.gate);
+        steps.push_back(&token.step);
+        const std::vector<float> out = append(p, expected[b], token, held(token.row, p.conv_dtype));
+        wanted.insert(wanted.end(), out.begin(), out.end());
+      }
+      starts.push_back(static_cast<int32_t>(rows.size()));
+      if (counts[b] > 0) states.write(p, static_cast<int64_t>(b), expected[b], conv.data(), state.data());
+    }
+    const StridedRows of_rows(rows, p.rows(), p.dtype, p.pad, p.guard);
+    const StridedRows of_gates(gates, p.out(), p.dtype, p.pad, p.guard);
+    const StridedRows of_steps(steps, p.heads, p.dtype, p.pad, p.guard);
+    GuardedBuffer<uint8_t> out(std::ssize(wanted) * dtype_bytes(p.dtype), p.guard);
+    StateSpaceCall call = {};
+    call.sequences = {std::ssize(slots), starts.data(), slots.data(), fresh.get()};
+    call.convolution = {of_rows.rows(),
+                        weight.data(),
+                        p.rows(),
+                        p.width,
+                        {states.conv.data(), p.conv_dtype, states.conv_slot, states.row_stride, 1},
+                        bias.data()};
+    if (p.gated) call.gates = of_gates.rows();
+    call.steps = of_steps.rows();
+    call.state = states.state.data();
+    call.slot_stride = states.slot_stride;
+    call.head_stride = states.head_stride;
+    call.channel_stride = states.channel_stride;
+    call.out = out.data();
+    Workspace workspace;
+    state_space(kernel, parallel, workspace, layer, call);
+    if (!out.slack_intact() || !states.conv.slack_intact() || !states.state.slack_intact()) {
+      return what + "written outside";
+    }
+    const auto differs = [&](const char* name, int64_t i, float got, float want) {
+      return what + name + " has " + std::to_string(got) + " at " + std::to_string(i) + " instead of " +
+             std::to_string(want);
+    };
+    for (int64_t i = 0; i < std::ssize(wanted); ++i) {
+      const float got = float_at(out.data(), i, p.dtype);
+      const float want = held({wanted[at(i)]}, p.dtype)[0];
+      if (!same_number(got, want)) return differs("the output", i, got, want);
+    }
+    for (int64_t i = 0; i < std::ssize(conv) / dtype_bytes(p.conv_dtype); ++i) {
+      const float got = float_at(states.conv.data(), i, p.conv_dtype);
+      const float want = float_at(conv.data(), i, p.conv_dtype);
+      if (!same_number(got, want)) return differs("the convolution's state", i, got, want);
+    }
+    for (int64_t i = 0; i < std::ssize(state); ++i) {
+      if (!same_number(states.state[i], state[at(i)])) return differs("the state", i, states.state[i], state[at(i)]);
+    }
+  }
+  return "";
+}
+
+}  // namespace w4a8::test
