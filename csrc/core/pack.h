@@ -11,10 +11,18 @@
 
 namespace w4a8 {
 
+/// How codes stand in a checkpoint.
+enum class CodeOrder : uint8_t {
+  kRows,  ///< row by row
+  kGptq,  ///< [k / codes in a word, rows] words of 32 bits, each of neighbours along k, the first one in the lowest
+          ///< bits
+  kAwq,   ///< [k, rows / 8] words of 8 nibbles of neighbouring rows: 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits on
+};
+
 /// A stack of `count` matrices of one shape, as checkpoints hold them.
 struct RawWeights {
-  const uint8_t* weights;  ///< [count, n, shape.row_bytes()]: nibbles, low nibble = even k, high = odd k; of int8 and
-                           ///< int6 bytes
+  const uint8_t* weights;  ///< kRows: [count, n, shape.row_bytes()]: nibbles, low nibble = even k, high = odd k; of
+                           ///< int8 and int6 bytes
   const void* scales;      ///< [count, n, groups] of shape.scale_type; kE5M3: float8_e4m3fn
   const float* bias;       ///< [count, n] or null
   const uint8_t* zero_points = nullptr;   ///< shape.kind.zero_points: [count, n, groups], 0..15, of int8 0..255
@@ -23,6 +31,8 @@ struct RawWeights {
   /// kSuper: the bits of float16, [count, n, k / kSuperK], factors of scales and minimums.
   const uint16_t* super_scales = nullptr;
   const uint16_t* super_minimums = nullptr;
+  CodeOrder order = CodeOrder::kRows;  ///< others: count 1, k a multiple of 8, int4 and int8 (kAwq: int4, n of 8)
+  int64_t word_stride = 0;             ///< words from one value of k, or word of them, to the next
 };
 
 /// Packs `count` matrices, each packed_bytes(shape) bytes, one after the other at `dst`.
@@ -39,6 +49,10 @@ std::unique_ptr<RowSource> tensor_rows(const PackedShape& shape, const RawWeight
 /// multiple of 16, and count, unless these are the last rows. The header is written with row 0. shape must have passed
 /// check_shape; has_bias and two_level() tell whether the source has these. The bytes do not depend on the kernel.
 void pack_rows(const Kernel& kernel, const PackedShape& shape, const RowSource& source, int64_t first, int64_t count,
+               uint8_t* dst, Parallel& parallel);
+
+/// Likewise, of `raw`, which has these rows alone. Throws as pack() does.
+void pack_rows(const Kernel& kernel, const PackedShape& shape, const RawWeights& raw, int64_t first, int64_t count,
                uint8_t* dst, Parallel& parallel);
 
 /// Where unpack writes one matrix. Parts that the matrix does not have are not written, and may be null.

@@ -1,4 +1,4 @@
-// pack_blocks: rows of a checkpoint's file into a packed matrix. Checks and views; the core computes.
+// pack_blocks, pack_words: rows of a checkpoint's file into a packed matrix. Checks and views; the core computes.
 
 #include "core/block_rows.h"
 #include "core/pack.h"
@@ -18,7 +18,7 @@ void check_part(const Tensor& packed, const PackedShape& shape, int64_t first, i
   W4A8_CHECK(first >= 0 && first < shape.n && first % kPanelColumns == 0, "first_row is ", first,
              ", expected a multiple of 16 in 0..", shape.n - 1);
   W4A8_CHECK(count >= 1 && count <= shape.n - first && (count % kPanelColumns == 0 || first + count == shape.n),
-             "blocks have ", count, " rows, expected 1..", shape.n - first,
+             "there are ", count, " rows, expected 1..", shape.n - first,
              ", and a multiple of 16 in front of the last row, for first_row = ", first);
 }
 
@@ -75,6 +75,54 @@ void pack_blocks_cpu(const Tensor& packed, const Tensor& blocks, const OptionalT
   if (b.defined()) source->bias = input_data<float>(b);
   AtenParallel parallel;
   pack_rows(op_kernel(), shape, *source, first_row, count, output_data<uint8_t>(packed), parallel);
+}
+
+void pack_words_cpu(const Tensor& packed, const Tensor& words, const Tensor& scales, const OptionalTensor& bias,
+                    const OptionalTensor& zero_points, Text order, int64_t first_row, int64_t block_size,
+                    int64_t in_features, int64_t out_features, Text values, int64_t activation_group) {
+  check_cpu({{"packed", packed}, {"words", words}, {"scales", scales}, {"bias", bias}, {"zero_points", zero_points}});
+  W4A8_CHECK(order == "gptq" || order == "awq", "order is '", order, "', expected 'gptq' or 'awq'");
+  const bool is_awq = order == "awq";
+  const Values codes = values_of(values);
+  W4A8_CHECK(codes == Values::kInt4 || (codes == Values::kInt8 && !is_awq), "values is '", values, "', expected 'int4'",
+             is_awq ? "" : " or 'int8'", " for order '", order, "'");
+  PackedShape shape = matrix_shape(block_size, in_features, out_features, {codes, zero_points.has_value()});
+  switch (type_of(scales)) {
+    case ScalarType::Float: shape.scale_type = ScaleType::kFloat32; break;
+    case ScalarType::BFloat16: shape.scale_type = ScaleType::kBFloat16; break;
+    case ScalarType::Half: shape.scale_type = ScaleType::kFloat16; break;
+    default: W4A8_CHECK(false, "scales has dtype ", type_of(scales), ", expected float32, bfloat16 or float16");
+  }
+  shape.has_bias = bias.has_value();
+  shape.activation_group = activation_group;
+  check_shape(shape);
+  W4A8_CHECK(shape.k % kStepK == 0, "in_features is ", shape.k, ", expected a multiple of 8");
+  const int64_t in_word = codes == Values::kInt8 ? 4 : 8;
+  const int64_t height = is_awq ? shape.k : shape.k / in_word;
+  W4A8_CHECK(type_of(words) == ScalarType::Int && words.dim() == 2 && words.size(0) == height, "words has dtype ",
+             type_of(words), " and shape ", shape_text(words.sizes()), ", expected int32 [", height, ", ",
+             is_awq ? "rows / 8]" : "rows]", " for in_features = ", shape.k);
+  const int64_t count = is_awq ? words.size(1) * 8 : words.size(1);
+  check_part(packed, shape, first_row, count);
+  for (const auto& [name, tensor] : {NamedTensor("scales", scales), NamedTensor("zero_points", zero_points)}) {
+    if (tensor == nullptr) continue;
+    W4A8_CHECK(tensor->dim() == 2 && tensor->size(0) == count && tensor->size(1) == shape.groups(), name, " has shape ",
+               shape_text(tensor->sizes()), ", expected [", count, ", ", shape.groups(), "]");
+  }
+  W4A8_CHECK(!zero_points.has_value() || type_of(*zero_points) == ScalarType::Byte, "zero_points has dtype ",
+             type_of(*zero_points), ", expected uint8");
+  const Tensor from = in_rows(words);
+  const Tensor s = dense(scales);
+  const Tensor z = zero_points.has_value() ? dense(*zero_points) : Tensor();
+  const Tensor b = bias_of(bias, count);
+  const Memory read[] = {{"words", from}, {"scales", s}};
+  check_apart({"packed", packed}, read);
+  RawWeights raw = {static_cast<const uint8_t*>(input_data(from)), input_data(s),
+                    b.defined() ? input_data<float>(b) : nullptr, z.defined() ? input_data<uint8_t>(z) : nullptr};
+  raw.order = is_awq ? CodeOrder::kAwq : CodeOrder::kGptq;
+  raw.word_stride = height == 1 ? 0 : from.stride(0);
+  AtenParallel parallel;
+  pack_rows(op_kernel(), shape, raw, first_row, count, output_data<uint8_t>(packed), parallel);
 }
 
 }  // namespace w4a8

@@ -22,6 +22,10 @@ void pack_blocks_cpu(const Tensor& packed, const Tensor& blocks, const OptionalT
                      int64_t first_row, int64_t in_features, int64_t out_features, Optional<ScalarType> scale_dtype,
                      int64_t activation_group);
 
+void pack_words_cpu(const Tensor& packed, const Tensor& words, const Tensor& scales, const OptionalTensor& bias,
+                    const OptionalTensor& zero_points, Text order, int64_t first_row, int64_t block_size,
+                    int64_t in_features, int64_t out_features, Text values, int64_t activation_group);
+
 std::tuple<Tensor, Tensor, Tensor> unpack_cpu(const Tensor& packed_weights, int64_t block_size, int64_t in_features,
                                               int64_t out_features);
 UnpackedAny unpack_any_cpu(const Tensor& packed_weights, int64_t block_size, int64_t in_features, int64_t out_features,

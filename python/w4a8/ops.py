@@ -29,6 +29,7 @@ __all__ = [
     "gated_delta",
     "int4_gemm_w4a8",
     "pack_blocks",
+    "pack_words",
     "paged_attention",
     "paged_attention_write",
     "read_header",
@@ -184,6 +185,38 @@ def pack_blocks(
     how = {"scale_dtype": scale_dtype, "activation_group": activation_group}
     op = torch.ops.w4a8.pack_blocks.default
     op(packed, blocks, bias, type, first_row, in_features, out_features, **how)
+
+
+def pack_words(
+    packed: torch.Tensor,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    zero_points: torch.Tensor | None,
+    order: str,
+    first_row: int,
+    block_size: int,
+    in_features: int,
+    out_features: int,
+    *,
+    values: str = "int4",
+    activation_group: int = -1,
+) -> None:
+    """Packs rows of GPTQ's or AWQ's words: the bytes that dyn_quant_pack_4bit_weight makes of their codes.
+
+    Args:
+        packed, first_row, in_features, out_features: as of pack_blocks; in_features is a multiple of 8.
+        words: int32, rows at any distance. "gptq": [in_features / codes in a word, rows], code i of a word in bits
+            4 i (int8: 8 i); "awq": [in_features, rows / 8], rows of a word in the order 0, 2, 4, 6, 1, 3, 5, 7.
+        scales, zero_points: [rows, groups], as dyn_quant_pack_4bit_weight takes them; float scales alone.
+        bias: floating point [rows], or None, for all rows of the matrix alike.
+        order: "gptq" or "awq".
+        block_size, activation_group: as of dyn_quant_pack_4bit_weight.
+        values: "int4", or of "gptq" "int8".
+    """
+    how = {"values": values, "activation_group": activation_group}
+    sizes = first_row, block_size, in_features, out_features
+    torch.ops.w4a8.pack_words.default(packed, words, scales, bias, zero_points, order, *sizes, **how)
 
 
 def dyn_quant_unpack_4bit_weight(
