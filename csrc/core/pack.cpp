@@ -203,7 +203,7 @@ void pack_matrices(const Kernel& kernel, const PackedShape& shape, int64_t count
     const int64_t m = task / tasks_per_matrix;
     const int64_t begin = first / kPanelColumns + task % tasks_per_matrix * kPanelsPerTask;
     uint8_t* const header = dst + m * bytes;
-    if (begin == 0) write_header(shape, header);
+    if (task % tasks_per_matrix == 0) write_header(shape, header);
     for (int64_t p = begin; p < std::min(begin + kPanelsPerTask, end); ++p) {
       uint8_t* const panel = header + kHeaderBytes + p * matrix.layout.panel_bytes;
       const int64_t row = p * kPanelColumns - first;

@@ -288,7 +288,7 @@ def damages(tensors, count):
 
 def numbers_of(matrix):
     """float64 [N, K]: what a Matrix of w4a8.formats means, by its documentation."""
-    codes = matrix.codes if matrix.kind == "int8" else halves(matrix.codes)
+    codes = matrix.matrix().codes if matrix.kind == "int8" else halves(matrix.matrix().codes)
     scales = matrix.scales.double()
     if matrix.channel_scales is not None:
         scales = E4M3[matrix.scales.long()].double() * matrix.channel_scales.double().unsqueeze(1)

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 from w4a8.core.kind import Kind
-from w4a8.core.matrix import Matrix
+from w4a8.core.matrix import Matrix, PackedAs
 from w4a8.core.scale_types import E8M0, has_exponents, holds_scales
 from w4a8.ops import pack_blocks
 
@@ -63,6 +63,8 @@ class Blocks:
     data: torch.Tensor
     type: BlockType
     bias: torch.Tensor | None = None
+    zero_points = None
+    in_file = True
 
     @property
     def rows(self) -> int:
@@ -123,18 +125,19 @@ class Blocks:
                 return torch.float16, torch.float32
         return torch.bfloat16, torch.float16, torch.float32
 
-    def packs_in(self, scale_dtype: torch.dtype) -> bool:
-        """Whether :meth:`pack` takes a type."""
-        return scale_dtype in ((torch.bfloat16, torch.float16) if self.type.halves else (E8M0,))
+    def packs_in(self, form: PackedAs) -> bool:
+        """Whether :meth:`pack_into` takes a form of this kind."""
+        types = (torch.bfloat16, torch.float16) if self.type.halves else (E8M0,)
+        return not form.zero_points and (form.super_scales or form.scale_dtype in types)
 
-    def pack(self, packed: torch.Tensor, row: int, rows: int, scale_dtype: torch.dtype | None, group: int) -> None:
+    def pack_into(self, packed: torch.Tensor, row: int, rows: int, form: PackedAs) -> None:
         """Packs the rows by :func:`w4a8.pack_blocks`, as rows from ``row`` on of a matrix of ``rows`` rows.
 
-        ``scale_dtype``: one of :meth:`scale_dtypes`; unused with super-scales. ``group``: the activation group.
+        ``form``: with one of :meth:`scale_dtypes`.
         """
-        dtype = scale_dtype if self.type.halves else None
+        dtype = form.scale_dtype if self.type.halves else None
         pack_blocks(
             *(packed, self.data, self.bias, self.type.name, row, self.columns, rows),
             scale_dtype=dtype,
-            activation_group=group,
+            activation_group=form.activation_group,
         )

@@ -12,9 +12,10 @@ import torch
 from w4a8.core.activation_groups import PER_TOKEN, resolve_activation_group
 from w4a8.core.float8_scales import exponents_of, multiplied_scales, powers_of_two
 from w4a8.core.kind import Kind
-from w4a8.core.nibbles import apart
+from w4a8.core.memory import fresh_bytes, take_pages
+from w4a8.core.nibbles import Codes, Words, apart
 from w4a8.core.scale_types import E8M0, has_two_levels, kept_scale_dtypes, scale_type_name, scale_type_named
-from w4a8.ops import dyn_quant_unpack_any_4bit_weight, form_bytes, form_problem, read_header
+from w4a8.ops import dyn_quant_unpack_any_4bit_weight, form_bytes, form_problem, pack_words, read_header
 
 GROUP_SIZES = "16 or a multiple of 32"
 # Names of scales of two levels in a header: float8 beside channel scales, int8 beside super-scales.
@@ -219,7 +220,7 @@ class Matrix:
     scale[n, k // g] * super_scale[n, k // 256], and minimum means minimum[n, k // g] * super_minimum[n, k // 256].
 
     Attributes:
-        codes: uint8 [N, K/2], low nibble = even k; codes of 6 and 8 bits [N, K].
+        codes: uint8 [N, K/2], low nibble = even k; codes of 6 and 8 bits [N, K]. :class:`Words` are not decoded.
         scales: [N, G], of the checkpoint's type; MXFP4: float32 powers of two. With channel scales uint8, bits of
             float8_e4m3fn without a sign; with super-scales int8.
         zero_points: uint8 [N, G], in the range of codes. None: the kind's middle everywhere (integers), or no zero
@@ -232,7 +233,7 @@ class Matrix:
         super_minimums: the same for minimums.
     """
 
-    codes: torch.Tensor
+    codes: Codes
     scales: torch.Tensor
     zero_points: torch.Tensor | None = None
     kind: Kind = Kind.INT4
@@ -250,7 +251,7 @@ class Matrix:
         )
         assert (self.scales.dtype == torch.int8) == (self.super_scales is not None)
         assert (self.super_minimums is not None) == (self.super_scales is not None and self.minimums is not None)
-        assert self.codes.dtype == torch.uint8 and self.codes.dim() == self.scales.dim() == 2
+        assert self.codes.dtype == torch.uint8 and len(self.codes.shape) == self.scales.dim() == 2
         assert self.zero_points is None or self.zero_points.shape == self.scales.shape
         assert (self.scales.dtype == torch.uint8) == (self.channel_scales is not None)
         if self.channel_scales is not None:
@@ -270,6 +271,15 @@ class Matrix:
     def group(self) -> int:
         """Values of k that share a scale; K for one group."""
         return self.columns // self.scales.shape[1]
+
+    @property
+    def in_file(self) -> bool:
+        """Whether codes are as in a file, and :meth:`pack_into` packs them."""
+        return isinstance(self.codes, Words)
+
+    def matrix(self) -> Matrix:
+        """The same with decoded codes."""
+        return replace(self, codes=self.codes.decoded()) if self.in_file else self
 
     def with_rows(self, rows: slice) -> Matrix:
         """The matrix of some rows: views for a slice; copies for a tensor of row numbers, in its order."""
@@ -316,7 +326,7 @@ class Matrix:
         Raises:
             ValueError: a run would cut a group.
         """
-        run, same = self.columns // len(order), self.one_level()
+        run, same = self.columns // len(order), self.matrix().one_level()
         if run * len(order) != self.columns or run % self.group != 0:
             raise ValueError(f"{len(order)} runs of the {self.columns} columns cut groups of {self.group}")
         moved = {name: part for name, part in same.tensors().items() if name not in ("bias", "channel_scales")}
@@ -333,10 +343,10 @@ class Matrix:
             kind: INT6, or INT8, which the codes of INT8 and IQ4 need.
             group: values of k per scale, a divisor of :attr:`group`.
         """
-        same, times = self.one_level(), self.group // group
+        same, times = self.matrix().one_level(), self.group // group
         scales = multiplied_scales(same.scales, same.channel_scales) if same.channel_scales is not None else same.scales
         scales = scales.float().repeat_interleave(times, 1)
-        codes = same.codes if self.kind.codes_in_a_byte == 1 else apart(same.codes)
+        codes = same._apart()
         if self.kind.table is not None:
             halves = 2 if self.kind == Kind.E2M1 else 1  # e2m1 numbers are multiples of 1/2
             numbers = halves * torch.tensor(self.kind.table, device=codes.device)
@@ -348,6 +358,11 @@ class Matrix:
         )
         return Matrix((codes + kind.middle).to(torch.uint8), scales, None, kind, self.bias, minimums=minimums)
 
+    def _apart(self) -> torch.Tensor:
+        """The codes, one to an element."""
+        codes = self.matrix().codes
+        return codes if self.kind.codes_in_a_byte == 1 else apart(codes)
+
     def _integers(self, codes: torch.Tensor) -> torch.Tensor:
         """int16: integer codes, one to an element, minus their zero points, or as the class says beside minimums."""
         if self.zero_points is not None:
@@ -356,7 +371,8 @@ class Matrix:
 
     def zeros(self, rows: int) -> Matrix:
         """A matrix [rows, K] of zeros, of the same kind. MXFP4 has codes of 0 and scales of 1: e8m0 has no 0."""
-        tensors = {name: part.new_zeros(rows, *part.shape[1:]) for name, part in self.tensors().items()}
+        one = self.with_rows(slice(0, 8)).matrix()  # a word of rows
+        tensors = {name: part.new_zeros(rows, *part.shape[1:]) for name, part in one.tensors().items()}
         if self.kind == Kind.E2M1 and self.channel_scales is None:
             tensors["scales"].fill_(1)
         return replace(self, **tensors)
@@ -379,13 +395,37 @@ class Matrix:
             largest = float(self.scales.float().abs().max())
             if torch.finfo(torch.float16).max < largest < float("inf"):
                 raise ValueError(f"scale_dtype is {scale_dtype}, but the largest scale is {largest}")
-        tensors = {"bias": None, **self.tensors(), "zero_points": self.kind.needed_zero_points(self.zero_points)}
+        zeros = self.kind.needed_zero_points(self.zero_points)
+        if self.in_file:
+            dtype = self.scale_dtypes()[0] if scale_dtype is None else scale_dtype
+            form = PackedAs(self.kind, dtype, zeros is not None, activation_group=activations)
+            packed = fresh_bytes(form.bytes(self.rows, self.columns, self.group), packed=True)
+            take_pages(packed)
+            self.pack_into(packed, 0, self.rows, form)
+            return packed
+        tensors = {"bias": None, **self.tensors(), "zero_points": zeros}
         how = {"scale_dtype": scale_dtype, "kind": self.kind, "activation_group": activations}
         return pack_codes(**tensors, group_size=self.group, **how)
 
+    def scale_dtypes(self) -> tuple[torch.dtype, ...]:
+        """The :func:`kept_scale_dtypes` of a matrix without minimums."""
+        return tuple(kept_scale_dtypes(self.scales, self.kind, self.group, self.columns))
+
+    def pack_into(self, packed: torch.Tensor, row: int, rows: int, form: PackedAs) -> None:
+        """Packs :class:`Words` by :func:`w4a8.pack_words`, as rows from ``row`` on of a matrix of ``rows`` rows.
+
+        ``form``: with a type of :meth:`scale_dtypes`, and with zero points if the matrix needs them.
+        """
+        codes, zeros, scales = self.codes, self.zero_points, self.scales.to(form.scale_dtype)
+        if zeros is None or not form.zero_points:
+            zeros = self.kind.middles(scales) if form.zero_points else None
+        sizes = row, self.group, self.columns, rows
+        how = {"values": self.kind.value, "activation_group": form.activation_group}
+        pack_words(packed, codes.words, scales, self.bias, zeros, codes.order, *sizes, **how)
+
     def floats(self) -> torch.Tensor:
         """The weights, float32 [N, K], by the formula of the class."""
-        codes = self.codes if self.kind.codes_in_a_byte == 1 else apart(self.codes)
+        codes = self._apart()
 
         def by_weight(values: torch.Tensor) -> torch.Tensor:
             return values.float().repeat_interleave(self.group, 1)
@@ -401,10 +441,10 @@ class Matrix:
         weights = integers * by_weight(scales)
         return weights if self.minimums is None else weights - by_weight(same.minimums)
 
-    def tensors(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, Codes]:
         """The tensors that the matrix has, by attribute."""
-        found = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
+        found = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "kind"}
+        return {name: value for name, value in found.items() if value is not None}
 
 
 def matrix_of(packed: torch.Tensor, name: str) -> Matrix:
@@ -450,7 +490,7 @@ def concat_rows(matrices: Sequence[Matrix]) -> Matrix:
 
     Matrices of several kinds, groups or types are converted to INT6 or INT8 (:meth:`Matrix.as_integers`).
     """
-    matrices = [replace(each if isinstance(each, Matrix) else each.matrix(), bias=None) for each in matrices]
+    matrices = [replace(each.matrix(), bias=None) for each in matrices]
     forms = {(each.kind, each.group, *((k, v.dtype) for k, v in each.tensors().items())) for each in matrices}
     if len(forms) > 1:
         group, narrow = math.gcd(*(each.group for each in matrices)), (Kind.INT4, Kind.INT6)

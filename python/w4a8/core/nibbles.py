@@ -9,6 +9,8 @@ int32:   words of 8 codes, code i in bits 4i to 4i + 3 (8-bit codes: 4 a word)  
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -70,6 +72,67 @@ def word_codes(words: torch.Tensor, bits: int = 4) -> torch.Tensor:
     """int32 [..., W] to uint8 codes of 4 or 8 bits [..., 32 / bits W]."""
     found = word_bytes(words)
     return found if bits == 8 else apart(found)
+
+
+@dataclass(frozen=True)
+class Words:
+    """Codes that are not decoded, uint8 [N, K / 2] or of 8 bits [N, K], in words that :func:`w4a8.pack_words` takes.
+
+    Attributes:
+        words: int32, ``gptq`` [K / codes in a word, N] or ``awq`` [K, N / 8], on the CPU, K a multiple of 8.
+        order: ``gptq`` or ``awq``.
+        bits: of a code.
+        read: words to codes.
+    """
+
+    words: torch.Tensor
+    order: str
+    bits: int
+    read: Callable[[torch.Tensor], torch.Tensor]
+    dtype = torch.uint8
+    is_meta = False
+
+    @classmethod
+    def of(cls, words: torch.Tensor, order: str, bits: int, read: Callable[[torch.Tensor], torch.Tensor]) -> Codes:
+        """Words as they are, or decoded where the operator does not take them."""
+        found = cls(words, order, bits, read)
+        return found if words.device.type == "cpu" and found.columns % 8 == 0 else found.decoded()
+
+    @property
+    def _along(self) -> int:
+        """Codes of a row in a word."""
+        return 1 if self.order == "awq" else 32 // self.bits
+
+    @property
+    def columns(self) -> int:
+        """K."""
+        return self._along * self.words.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the codes."""
+        rows = self.words.shape[1] * (CODES if self.order == "awq" else 1)
+        return rows, self.columns * self.bits // 8
+
+    def decoded(self) -> torch.Tensor:
+        """The codes."""
+        return self.read(self.words)
+
+    def __getitem__(self, index: slice | torch.Tensor | tuple[slice, slice]) -> Codes:
+        """Some rows, and bytes of columns: of whole words not decoded."""
+        rows, columns = index if isinstance(index, tuple) else (index, slice(None))
+        begin, end = (at * 8 // self.bits for at in columns.indices(self.shape[1])[:2])
+        if self.order == "awq":
+            first, last, step = rows.indices(self.shape[0]) if isinstance(rows, slice) else (1, 1, 1)
+            if step != 1 or first % CODES != 0 or last % CODES != 0:
+                return self.decoded()[index]
+            rows = slice(first // CODES, last // CODES)
+        if begin % 8 != 0 or end % 8 != 0:
+            return self.decoded()[index]
+        return replace(self, words=self.words[begin // self._along : end // self._along, rows])
+
+
+Codes = torch.Tensor | Words
 
 
 def from_int32(words: torch.Tensor, columns: int) -> torch.Tensor:

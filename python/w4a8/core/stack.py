@@ -10,9 +10,9 @@ import torch
 from w4a8.core.activation_groups import PER_TOKEN
 from w4a8.core.blocks import PANEL_ROWS, Blocks
 from w4a8.core.float8_scales import multiplied_scales
-from w4a8.core.matrix import Matrix, PackedAs, pack_as, unpack_codes
+from w4a8.core.matrix import Matrix, PackedAs, matrix_of, pack_as, unpack_codes
 from w4a8.core.memory import fresh_bytes, take_pages
-from w4a8.core.scale_types import has_two_levels, holds_scales, kept_scale_dtypes, scale_type_name
+from w4a8.core.scale_types import has_two_levels, kept_scale_dtypes, scale_type_name
 
 _TAKEN_AHEAD = 8 << 20  # bytes, at most an eighth of a stack: the experts of other layers may come first
 
@@ -45,8 +45,8 @@ class _Waiting:
         self.clear()
 
     def make_zero_points(self) -> None:
-        """Room for zero points, all of them the kind's middle."""
-        self.tensors["zero_points"] = self._kind.middles(self.tensors["scales"])
+        """Room for zero points, if there is none: all of them the kind's middle."""
+        self.tensors.setdefault("zero_points", self._kind.middles(self.tensors["scales"]))
 
     def put(self, rows: slice, pieces: dict[str, torch.Tensor]) -> bool:
         """Copies rows. Returns whether the matrix is complete."""
@@ -57,23 +57,24 @@ class _Waiting:
             target.copy_(piece)
         if "zero_points" in self.tensors and "zero_points" not in pieces:
             self.tensors["zero_points"][rows] = self._kind.middle
-        self._come[rows] = b"\1" * len(pieces["codes"])
-        return 0 not in self._come
+        self.come[rows] = b"\1" * len(pieces["codes"])
+        return 0 not in self.come
 
     def clear(self) -> None:
         """Marks all rows as missing; keeps the memory."""
-        self._come = bytearray(len(self.tensors["codes"]))  # 1 for each row that was put in
+        self.come = bytearray(len(self.tensors["codes"]))  # 1 for each row that was put in
 
 
 class MatrixStack:
     """Packed matrices [N, K] of E experts, uint8 [E, bytes], put in by rows, in any order.
 
-    A matrix is packed when its last rows are put in. Until then its codes and float32 scales are copied and kept.
-    :class:`Blocks` are kept and packed as they are, unless other rows of the matrix are no blocks, parts do not begin
-    at multiples of 16 rows, or the operator does not have the form of the stack: then they are decoded. All matrices of
-    the stack have the same size, so their scales have one type: the first of :func:`kept_scale_dtypes` that holds the
-    scales of all. The stack packs its matrices again when new scales need another type, or when the first
-    zero point other than the kind's middle is put in. Earlier matrices then get the middle as zero points.
+    Rows in the form of a file, :class:`Blocks` and matrices of :class:`Words`, are packed at once, unless other rows of
+    the matrix wait, parts do not begin at multiples of 16 rows, or the operator does not have the form of the stack.
+    Then they are decoded, and the matrix is packed when its last rows are put in. Until then its codes and float32
+    scales are copied and kept. All matrices of the stack have the same size, so their scales have one type: the first
+    of :func:`kept_scale_dtypes` that holds the scales of all. The stack packs its matrices again when new scales need
+    another type, or when the first zero point other than the kind's middle is put in. Earlier matrices then get the
+    middle as zero points.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class MatrixStack:
         self._held: dict[int, torch.Tensor] = {}
         self._waiting: dict[int, _Waiting] = {}
         self._spare: _Waiting | None = None
-        self._blocks: dict[int, dict[int, Blocks]] = {}  # by expert and first row, of experts with nothing else
+        self._come: dict[int, bytearray] = {}  # by expert, of which rows are packed: 1 for each
 
     def put(self, expert: int, row: int, matrix: Matrix | Blocks, has_bias: bool = True) -> None:
         """Copies ``matrix`` to the rows of an expert from ``row`` on.
@@ -129,20 +130,23 @@ class MatrixStack:
             ValueError: a matrix of another shape or kind than the stack, or a complete expert that cannot be packed as
                 ``packed_as`` says.
         """
-        if isinstance(matrix, Blocks):
-            self._put_blocks(expert, row, matrix, has_bias)
+        blocks = isinstance(matrix, Blocks)
+        groups = matrix.columns // matrix.type.group if blocks else matrix.scales.shape[1]
+        self._agree_on(matrix.form if blocks else matrix, matrix.columns, groups)
+        bias = None
+        if self.bias_dtype is not None:
+            bias = (matrix.bias if has_bias else torch.zeros(matrix.rows)).to(self.bias_dtype)
+        matrix = replace(matrix, bias=bias)
+        if self._pack_part(expert, row, matrix):
             return
-        self._agree_on(matrix, matrix.columns, matrix.scales.shape[1])
-        self._decode(expert)
+        self._unpack_parts(expert)
+        matrix = matrix.matrix()
         if matrix.zero_points is not None and not self._zero_points:
             self._zero_points = True
             for waiting in (*self._waiting.values(), self._spare):
                 if waiting is not None:
                     waiting.make_zero_points()
-        pieces = {name: tensor for name, tensor in matrix.tensors().items() if name != "bias"}
-        if self.bias_dtype is not None:
-            bias = matrix.bias if has_bias else torch.zeros(matrix.rows, dtype=torch.float32)
-            pieces["bias"] = bias.to(self.bias_dtype)
+        pieces = matrix.tensors()
         waiting = self._waiting.get(expert)
         is_whole = waiting is None and (row, matrix.rows) == (0, self.rows)
         if is_whole and not matrix.codes.is_meta:  # there, the types of the first matrix stand for all
@@ -158,57 +162,38 @@ class MatrixStack:
                 waiting.clear()
                 self._spare = waiting
 
-    def _put_blocks(self, expert: int, row: int, blocks: Blocks, has_bias: bool) -> None:
-        """As :meth:`put`."""
-        end = row + blocks.rows
-        starts_panels = row % PANEL_ROWS == 0 and (end % PANEL_ROWS == 0 or end == self.rows) and end <= self.rows
-        if expert in self._waiting or not starts_panels:
-            self.put(expert, row, blocks.matrix(), has_bias)
-            return
-        self._agree_on(blocks.form, blocks.columns, blocks.columns // blocks.type.group)
-        bias = None
-        if self.bias_dtype is not None:
-            bias = (blocks.bias if has_bias else torch.zeros(blocks.rows)).to(self.bias_dtype)
-        parts = self._blocks.setdefault(expert, {})
-        parts[row] = replace(blocks, bias=bias)
-        if sum(part.rows for part in parts.values()) < self.rows:
-            return
-        if self._pack_blocks(expert, parts):
-            del self._blocks[expert]
-        else:
-            self._decode(expert)
-
-    def _decode(self, expert: int) -> None:
-        """Puts the blocks of an expert in again, decoded."""
-        for row, part in self._blocks.pop(expert, {}).items():
-            self.put(expert, row, part.matrix())
-
-    def _pack_blocks(self, expert: int, parts: dict[int, Blocks]) -> bool:
-        """Packs a matrix from parts that have as many rows as it; False: they must be decoded."""
-        needed, rows = self.packed_as, 0
-        for row in sorted(parts):
-            if row != rows:
-                return False
-            rows += parts[row].rows
-        if needed.zero_points:
+    def _pack_part(self, expert: int, row: int, part: Matrix | Blocks) -> bool:
+        """Packs rows as they are in a file into their place; False: they must be decoded."""
+        end = row + part.rows
+        is_panels = row % PANEL_ROWS == 0 and (end % PANEL_ROWS == 0 or end == self.rows) and end <= self.rows
+        if expert in self._waiting or not is_panels or not part.in_file:
             return False
-        if not needed.super_scales:
-            dtypes = [part.scale_dtypes() for part in parts.values()]
-            kept = tuple(dtype for dtype in self._scale_dtypes or dtypes[0] if all(dtype in each for each in dtypes))
-            dtype = needed.scale_dtype if self._is_fixed else next(iter(kept), torch.float32)
-            if dtype not in kept or not all(part.packs_in(dtype) for part in parts.values()):
-                return False
-            self._scale_dtypes, needed = kept, replace(needed, scale_dtype=dtype)
+        supers = self.packed_as.super_scales
+        dtypes = () if supers else part.scale_dtypes()
+        if not dtypes and not supers:
+            return False
+        needed = self._form_with(expert, dtypes, part.zero_points)
+        if isinstance(part, Blocks) and not part.packs_in(needed):
+            return False
         if needed != self.packed_as:
             self._repack(needed, {})
-        count = (
-            needed.bytes(self.rows, self.columns, self.group_size) if self._packed is None else self._packed.shape[1]
-        )
-        packed = self._place(expert, count)
-        for row, part in parts.items():
-            part.pack(packed, row, self.rows, needed.scale_dtype, needed.activation_group)
-        self._placed(expert)
+        part.pack_into(self._place(expert), row, self.rows, needed)
+        come = self._come.setdefault(expert, bytearray(self.rows))
+        come[row:end] = b"\1" * part.rows
+        if 0 not in come:
+            del self._come[expert]
+            self._done.add(expert)
         return True
+
+    def _unpack_parts(self, expert: int) -> None:
+        """Lets an expert wait of which some rows are packed, for rows that are not packed as they are."""
+        come = self._come.pop(expert, None)
+        if come is None:
+            return
+        found = matrix_of(self._place(expert), f"expert {expert}")
+        self._waiting[expert] = waiting = self._new_waiting(found)
+        waiting.put(slice(None), found.tensors())
+        waiting.come = come
 
     def _agree_on(self, matrix: Matrix, columns: int, groups: int) -> None:
         """Records the kind and tensors of the first matrix, and refuses a matrix with others, or of other sizes."""
@@ -247,70 +232,63 @@ class MatrixStack:
     def _pack(self, expert: int, tensors: dict[str, torch.Tensor]) -> None:
         if self._two_levels and not self._keeps_levels:
             tensors["scales"] = multiplied_scales(tensors["scales"], tensors.pop("channel_scales"))
-        needed = self.packed_as
-        if not needed.channel_scales and not needed.super_scales:
+        form, dtypes = self.packed_as, ()
+        if not form.channel_scales and not form.super_scales:
             both = [tensors[name] for name in ("scales", "minimums") if name in tensors]
             both = torch.cat(both, 1) if len(both) > 1 else both[0]
-            needed = replace(needed, scale_dtype=self._scale_dtype_with(expert, both))
-        zeros, kind = tensors.get("zero_points"), needed.kind
-        if not needed.zero_points and kind.needed_zero_points(zeros) is not None:
-            self._refuse_if_fixed(
-                f"the zero points of expert {expert} are not {kind.middle}, but the stack has no zero points"
-            )
-            needed = replace(needed, zero_points=True)
-        if needed != self.packed_as:
+            dtypes = tuple(kept_scale_dtypes(both, form.kind, self.group_size, self.columns))
+        needed = self._form_with(expert, dtypes, tensors.get("zero_points"))
+        if needed != form:
             self._repack(needed, tensors)
         self._store(expert, tensors)
+        self._done.add(expert)
 
-    def _scale_dtype_with(self, expert: int, scales: torch.Tensor) -> torch.dtype:
-        """The type of packed scales that also holds ``scales``."""
-        dtype, kind = self.packed_as.scale_dtype, self.packed_as.kind
+    def _form_with(self, expert: int, dtypes: tuple[torch.dtype, ...], zero_points: torch.Tensor | None) -> PackedAs:
+        """The form that also holds zero points, and scales that ``dtypes`` hold; (): scales of two levels."""
+        needed, kind = self.packed_as, self.packed_as.kind
+        needs_zeros = not needed.zero_points and kind.needed_zero_points(zero_points) is not None
         if self._is_fixed:
-            if dtype != torch.float32 and not holds_scales(dtype, scales, kind):
-                self._refuse_if_fixed(
-                    f"the scales of expert {expert} are no {scale_type_name(dtype)} values, but the stack keeps such"
+            if dtypes and needed.scale_dtype not in (*dtypes, torch.float32):
+                name = scale_type_name(needed.scale_dtype)
+                raise ValueError(f"the scales of expert {expert} are no {name} values, but the stack keeps such")
+            if needs_zeros:
+                raise ValueError(
+                    f"the zero points of expert {expert} are not {kind.middle}, but the stack has no zero points"
                 )
-            return dtype
-        found = tuple(kept_scale_dtypes(scales, kind, self.group_size, self.columns))
-        self._scale_dtypes = tuple(dtype for dtype in self._scale_dtypes or found if dtype in found)
-        return self._scale_dtypes[0]
-
-    def _refuse_if_fixed(self, problem: str) -> None:
-        if self._is_fixed:
-            raise ValueError(problem)
+            return needed
+        if dtypes:
+            self._scale_dtypes = tuple(dtype for dtype in self._scale_dtypes or dtypes if dtype in dtypes)
+            needed = replace(needed, scale_dtype=self._scale_dtypes[0])
+        return replace(needed, zero_points=needed.zero_points or needs_zeros)
 
     def _store(self, expert: int, tensors: dict[str, torch.Tensor]) -> None:
         packed = pack_as(tensors, self.group_size, self.packed_as)
-        self._place(expert, packed.numel(), packed).copy_(packed)
-        self._placed(expert)
+        self._place(expert, packed).copy_(packed)
 
-    def _place(self, expert: int, count: int, like: torch.Tensor | None = None) -> torch.Tensor:
-        """Where the ``count`` bytes of an expert's matrix are to be written; then :meth:`_placed` follows."""
+    def _place(self, expert: int, like: torch.Tensor | None = None) -> torch.Tensor:
+        """Where the bytes of an expert's matrix are written."""
+        count = self.packed_as.bytes(self.rows, self.columns, self.group_size)
         if self._packed is None:
             self._packed, self._taken = fresh_bytes(self.experts, count, packed=True, like=like), 0
-        if expert <= self._written:
-            if self._taken <= expert and not self._packed.is_meta:
-                self._taken = expert + max(1, min(_TAKEN_AHEAD // count, self.experts // 8))
-                take_pages(self._packed[expert : self._taken])
-            return self._packed[expert]
-        self._held[expert] = fresh_bytes(count, like=like)
-        return self._held[expert]
-
-    def _placed(self, expert: int) -> None:
-        self._done.add(expert)
         if expert > self._written:
-            return
+            if expert not in self._held:
+                self._held[expert] = fresh_bytes(count, like=like)
+            return self._held[expert]
+        if self._taken <= expert and not self._packed.is_meta:
+            self._taken = expert + max(1, min(_TAKEN_AHEAD // count, self.experts // 8))
+            take_pages(self._packed[expert : self._taken])
         self._written = max(self._written, expert + 1)
         while self._written in self._held:
             self._packed[self._written] = self._held.pop(self._written)
             self._written += 1
+        return self._packed[expert]
 
     def _repack(self, packed_as: PackedAs, like: dict[str, torch.Tensor]) -> None:
-        """Packs all packed experts again in another form; on the meta device packs ``like`` in place of each."""
+        """Packs all packed rows again in another form; on the meta device packs ``like`` in place of each."""
         before, written, held = self._packed, self._written, self._held
         self._packed, self._written, self._held = None, 0, {}
         self.packed_as = packed_as
-        for expert in sorted(self._done):
+        for expert in sorted({*self._done, *self._come}):
             matrix = before[expert] if expert < written else held.pop(expert)
             sizes = self.group_size, self.columns, self.rows
             self._store(expert, like if matrix.is_meta else unpack_codes(matrix, *sizes))
@@ -318,7 +296,7 @@ class MatrixStack:
     @property
     def is_empty(self) -> bool:
         """Whether no matrix was put in since :meth:`pack`."""
-        return not self._done and not self._waiting and not self._blocks
+        return not self._done and not self._waiting and not self._come
 
     def pack(self) -> torch.Tensor:
         """uint8 [E, bytes]. All matrices must be complete. The stack is empty afterwards.

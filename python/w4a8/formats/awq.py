@@ -10,7 +10,7 @@ import torch
 from w4a8.core.json_fields import check_field, shorten
 from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix
-from w4a8.core.nibbles import CODES, word_bytes, word_codes
+from w4a8.core.nibbles import CODES, Words, pairs, word_codes
 from w4a8.formats.checks import SCALES_AND_ZEROS, Tensors, scales_and_zeros, take, take_bias
 from w4a8.formats.format import Format, Part, add_format
 from w4a8.formats.rules import WHERE, BaseRules, Fields, named, rules_for, strings
@@ -24,20 +24,6 @@ INVERSE = tuple(ORDER.index(j) for j in range(CODES))
 def output_features(words: torch.Tensor) -> torch.Tensor:
     """int32 [R, N/8] to uint8 codes [R, N] in the order of output features."""
     return word_codes(words).unflatten(-1, (-1, CODES))[..., list(INVERSE)].flatten(-2)
-
-
-def output_nibbles(words: torch.Tensor) -> torch.Tensor:
-    """int32 [K, N/8] to uint8 [N, K/2]: nibbles of :func:`output_features` in pairs of even and odd rows."""
-    even, odd = words.T[:, 0::2], words.T[:, 1::2]
-    # The bytes of a word: in low codes 0, 2, 4, 6 of two rows, in high codes 1, 3, 5, 7.
-    low = (even & 0x0F0F0F0F) | (odd & 0x0F0F0F0F) << 4
-    high = (even >> 4 & 0x0F0F0F0F) | (odd & -0x0F0F0F10)
-    found = torch.empty(words.shape[1], CODES, words.shape[0] // 2, dtype=torch.uint8, device=words.device)
-    for first, pairs_of in enumerate((low, high)):
-        four = word_bytes(pairs_of).unflatten(-1, (-1, 4))
-        for i in range(4):
-            found[:, ORDER[2 * i + first]] = four[..., i]
-    return found.flatten(0, 1)
 
 
 def from_awq(tensors: Tensors, name: str, group_size: int, symmetric: bool = False) -> Matrix:
@@ -62,7 +48,8 @@ def from_awq(tensors: Tensors, name: str, group_size: int, symmetric: bool = Fal
     scales, zeros = scales_and_zeros(
         tensors, name, (features, rows), group_size, symmetric, lambda words: output_features(words).T
     )
-    return Matrix(output_nibbles(weight), scales, zeros, Kind.INT4, take_bias(tensors, name, rows))
+    codes = Words.of(weight, "awq", 4, lambda words: pairs(output_features(words).T.contiguous()))
+    return Matrix(codes, scales, zeros, Kind.INT4, take_bias(tensors, name, rows))
 
 
 AWQ = add_format(

@@ -11,7 +11,7 @@ import torch
 from w4a8.core.json_fields import check_field, shorten
 from w4a8.core.kind import integers_of
 from w4a8.core.matrix import Matrix
-from w4a8.core.nibbles import word_bytes, word_codes
+from w4a8.core.nibbles import Words, word_bytes, word_codes
 from w4a8.core.patterns import Pattern
 from w4a8.formats.checks import SCALES_AND_ZEROS, Tensors, check_g_idx, scales_and_zeros, take, take_bias
 from w4a8.formats.format import Format, Part, add_format
@@ -51,7 +51,8 @@ def from_gptq(tensors: Tensors, name: str, group_size: int, symmetric: bool, ver
     )
     check_g_idx(tensors, name, "g_idx", features, group_size)
     bias = take_bias(tensors, name, rows)
-    return Matrix(word_bytes(weight.T), scales, zeros, integers_of(bits), bias)
+    codes = Words.of(weight, "gptq", bits, lambda words: word_bytes(words.T))
+    return Matrix(codes, scales, zeros, integers_of(bits), bias)
 
 
 def stored_zeros(words: torch.Tensor, version: int, bits: int) -> torch.Tensor:

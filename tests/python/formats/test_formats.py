@@ -83,7 +83,7 @@ def check(found, tensors, form, symmetric, bits=4):
     expected = multiplied_out(tensors, form, bits)
     n, k = expected.shape
     assert (found.kind, found.rows, found.columns) == (f"int{bits}", n, k)
-    assert found.codes.shape == (n, k * bits // 8) and found.codes.is_contiguous()
+    assert found.codes.shape == (n, k * bits // 8) and found.matrix().codes.is_contiguous()
     scales = tensors.get("scales", tensors.get("weight_scale"))
     assert found.scales.dtype == scales.dtype and found.scales.is_contiguous()
     assert (found.zero_points is None) == symmetric
