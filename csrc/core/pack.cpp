@@ -227,7 +227,9 @@ void pack_rows(const Kernel& kernel, const PackedShape& shape, const RowSource& 
 void pack_rows(const Kernel& kernel, const PackedShape& shape, const RawWeights& raw, int64_t first, int64_t count,
                uint8_t* dst, Parallel& parallel) {
   check_packable(shape, count * shape.groups(), raw.scales, shape.kind.zero_points ? raw.zero_points : nullptr);
-  pack_rows(kernel, shape, *tensor_rows(shape, raw), first, count, dst, parallel);
+  const auto source =
+      raw.order == CodeOrder::kAwq ? awq_rows(shape, raw, first, count, dst, parallel) : tensor_rows(shape, raw);
+  pack_rows(kernel, shape, *source, first, count, dst, parallel);
 }
 
 void pack(const Kernel& kernel, const PackedShape& shape, int64_t count, const RawWeights& raw, uint8_t* dst,

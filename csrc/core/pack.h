@@ -45,8 +45,13 @@ void pack(const Kernel& kernel, const PackedShape& shape, int64_t count, const R
 /// The rows of `raw` as a source, one stack under the other; both must outlive it.
 std::unique_ptr<RowSource> tensor_rows(const PackedShape& shape, const RawWeights& raw);
 
+/// Those of CodeOrder::kAwq, for pack_rows() of the same rows of `dst` alone: the codes are put into their places at
+/// once.
+std::unique_ptr<RowSource> awq_rows(const PackedShape& shape, const RawWeights& raw, int64_t first, int64_t count,
+                                    uint8_t* dst, Parallel& parallel);
+
 /// Packs rows [first, first + count) of one matrix, at `dst`: row `first` is the first of the source. first is a
-/// multiple of 16, and count, unless these are the last rows. The header is written with row 0. shape must have passed
+/// multiple of 16, and count, unless these are the last rows. The header is written, too. shape must have passed
 /// check_shape; has_bias and two_level() tell whether the source has these. The bytes do not depend on the kernel.
 void pack_rows(const Kernel& kernel, const PackedShape& shape, const RowSource& source, int64_t first, int64_t count,
                uint8_t* dst, Parallel& parallel);

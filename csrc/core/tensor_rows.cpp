@@ -7,6 +7,7 @@
 #include "core/pack.h"
 #include "core/row_source.h"
 #include "core/scale_codec.h"
+#include "core/split.h"
 
 namespace w4a8 {
 namespace {
@@ -52,6 +53,7 @@ class TensorRows : public RowSource {
   }
 
  protected:
+  const PackedShape& shape() const { return shape_; }
   const RawWeights& raw() const { return raw_; }
 
  private:
@@ -105,6 +107,9 @@ class TensorRows : public RowSource {
   const int64_t groups_;
 };
 
+// Values of k are far apart, where the hardware does not fetch in advance.
+constexpr int64_t kAhead = 32;
+
 // CodeOrder::kGptq.
 template <class Codes>
 class GptqRows final : public TensorRows<Codes> {
@@ -117,7 +122,7 @@ class GptqRows final : public TensorRows<Codes> {
     const uint8_t* from = this->raw().weights + kLines * begin * stride + 4 * rows.first;
     for (int64_t i = 0; i < kLines * count; ++i, from += stride) {
       uint32_t* const line = given + i * kPanelColumns;
-      __builtin_prefetch(from + kLineBytes);
+      fetch(from + kAhead * stride, kLineBytes + 1);  // which may be in two lines of memory
       if (rows.count == kPanelColumns) {
         std::memcpy(line, from, kLineBytes);
         continue;
@@ -132,51 +137,69 @@ class GptqRows final : public TensorRows<Codes> {
   static constexpr int64_t kLines = Codes::kLines;  // words of eight codes
 };
 
-// CodeOrder::kAwq.
+// CodeOrder::kAwq. The words of all rows of a value of k are neighbours, so transposing them panel by panel would read
+// memory in small pieces. transpose_all() writes the codes of all panels to their places, from which steps() takes
+// them.
 class AwqRows final : public TensorRows<NibbleCodes> {
  public:
-  using TensorRows<NibbleCodes>::TensorRows;
+  AwqRows(const PackedShape& shape, const RawWeights& raw, int64_t first, uint8_t* dst)
+      : TensorRows<NibbleCodes>(shape, raw),
+        layout_(PackedMatrix(shape, dst).layout),
+        panels_(dst + kHeaderBytes + first / kPanelColumns * layout_.panel_bytes) {}
+
+  void transpose_all(int64_t count, Parallel& parallel) const {
+    constexpr int64_t kSteps = 8;  // of a task
+    const int64_t steps = shape().k / kStepK;
+    const auto transpose_some = [&](int64_t, int64_t task, int) {
+      for (int64_t s = kSteps * task; s < std::min(steps, kSteps * (task + 1)); ++s) {
+        int64_t row = 0;
+        for (; row + 8 * kRows <= count; row += 8 * kRows) take<8>(row, s);
+        for (; row < count; row += kRows) take<1>(row, s);
+      }
+    };
+    const Phase phases[] = {{ceil_div(steps, kSteps), transpose_some}};
+    run_phases(parallel, parallel.threads(), phases);
+  }
 
   void steps(const PanelRows& rows, int64_t begin, int64_t count, const uint8_t* zeros, uint32_t* to) const override {
-    constexpr int64_t kWords = 2;  // of 16 rows
-    // words[i][kWords * s + w]: of k = 8 s + i
-    uint32_t words[kStepK][kWords * kSourceSteps];
-    const int64_t stride = 4 * raw().word_stride;
-    const int64_t some = rows.count / 8;
-    const uint8_t* from = raw().weights + kStepK * begin * stride + rows.first / 2;
-    for (int64_t s = 0; s < count; ++s) {
-      for (int64_t i = 0; i < kStepK; ++i, from += stride) {
-        __builtin_prefetch(from + kLineBytes);
-        uint32_t both[kWords] = {};
-        std::memcpy(both, from, static_cast<std::size_t>(4 * some));
-        words[i][kWords * s] = both[0];
-        words[i][kWords * s + 1] = both[1];
-      }
-    }
-    // columns[r][kWords * s + w]: the packed word of row 8 w + r
-    uint32_t columns[8][kWords * kSourceSteps];
-    for (int64_t x = 0; x < kWords * count; ++x) {
-      uint32_t even[4];  // codes 0, 2, 4, 6 of a word, which are rows 0, 4, 1, 5, of k and k + 4
-      uint32_t odd[4];   // the others: rows 2, 6, 3, 7
-      for (int64_t i = 0; i < 4; ++i) {
-        even[i] = (words[i][x] & kLow) | (words[4 + i][x] & kLow) << 4;
-        odd[i] = (words[i][x] >> 4 & kLow) | (words[4 + i][x] & ~kLow);
-      }
-      transpose(even, columns[0][x], columns[4][x], columns[1][x], columns[5][x]);
-      transpose(odd, columns[2][x], columns[6][x], columns[3][x], columns[7][x]);
-    }
-    for (int64_t s = 0; s < count; ++s) {
-      for (int64_t w = 0; w < kWords; ++w) {
-        for (int64_t r = 0; r < 8; ++r) to[s * kPanelColumns + 8 * w + r] = columns[r][kWords * s + w];
-      }
-    }
-    for (int64_t s = 0; s < count; ++s) {
-      for (int64_t c = rows.count; c < kPanelColumns; ++c) to[s * kPanelColumns + c] = NibbleCodes::repeat(zeros[c]);
+    for (int64_t s = 0; s < count; ++s, to += kPanelColumns) {
+      std::memcpy(to, place(rows.first, begin + s), kStepBytes);
+      for (int64_t c = rows.count; c < kPanelColumns; ++c) to[c] = NibbleCodes::repeat(zeros[c]);
     }
   }
 
  private:
   static constexpr uint32_t kLow = NibbleCodes::kLow;
+  static constexpr int64_t kRows = 8;  // of a word
+
+  uint8_t* place(int64_t row, int64_t step) const {
+    return panels_ + row / kPanelColumns * layout_.panel_bytes + layout_.step_at(step) + row % kPanelColumns * 4;
+  }
+
+  template <int64_t kWords>
+  void take(int64_t row, int64_t step) const {
+    const int64_t stride = 4 * raw().word_stride;
+    const uint8_t* const from = raw().weights + kStepK * step * stride + row / 2;
+    uint32_t words[kStepK][kWords];
+    for (int64_t i = 0; i < kStepK; ++i) std::memcpy(words[i], from + i * stride, sizeof(words[i]));
+    for (int64_t w = 0; w < kWords; w += 2) __builtin_prefetch(place(row + kRows * w, step + 1), 1);
+    uint32_t packed[kRows][kWords];
+    for (int64_t w = 0; w < kWords; ++w) {
+      uint32_t even[4];  // codes 0, 2, 4, 6 of a word, which are rows 0, 4, 1, 5, of k and k + 4
+      uint32_t odd[4];   // the others: rows 2, 6, 3, 7
+      for (int64_t i = 0; i < 4; ++i) {
+        even[i] = (words[i][w] & kLow) | (words[4 + i][w] & kLow) << 4;
+        odd[i] = (words[i][w] >> 4 & kLow) | (words[4 + i][w] & ~kLow);
+      }
+      transpose(even, packed[0][w], packed[4][w], packed[1][w], packed[5][w]);
+      transpose(odd, packed[2][w], packed[6][w], packed[3][w], packed[7][w]);
+    }
+    for (int64_t w = 0; w < kWords; ++w) {
+      uint32_t of_word[kRows];
+      for (int64_t r = 0; r < kRows; ++r) of_word[r] = packed[r][w];
+      std::memcpy(place(row + kRows * w, step), of_word, sizeof(of_word));
+    }
+  }
 
   // Byte j of word i to byte i of word j.
   static void transpose(const uint32_t (&from)[4], uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
@@ -190,12 +213,14 @@ class AwqRows final : public TensorRows<NibbleCodes> {
     c = ac >> 16 | (more_ac & 0xffff0000u);
     d = bd >> 16 | (more_bd & 0xffff0000u);
   }
+
+  const PanelLayout layout_;
+  uint8_t* const panels_;
 };
 
 }  // namespace
 
 std::unique_ptr<RowSource> tensor_rows(const PackedShape& shape, const RawWeights& raw) {
-  if (raw.order == CodeOrder::kAwq) return std::make_unique<AwqRows>(shape, raw);
   if (raw.order == CodeOrder::kGptq) {
     if (shape.kind.values == Values::kInt8) return std::make_unique<GptqRows<ByteCodes>>(shape, raw);
     return std::make_unique<GptqRows<NibbleCodes>>(shape, raw);
@@ -203,6 +228,13 @@ std::unique_ptr<RowSource> tensor_rows(const PackedShape& shape, const RawWeight
   return with_codes(shape.kind.values, [&]<class Codes>(Codes) -> std::unique_ptr<RowSource> {
     return std::make_unique<TensorRows<Codes>>(shape, raw);
   });
+}
+
+std::unique_ptr<RowSource> awq_rows(const PackedShape& shape, const RawWeights& raw, int64_t first, int64_t count,
+                                    uint8_t* dst, Parallel& parallel) {
+  auto found = std::make_unique<AwqRows>(shape, raw, first, dst);
+  found->transpose_all(count, parallel);
+  return found;
 }
 
 }  // namespace w4a8
