@@ -42,7 +42,7 @@ struct RawWeights {
 void pack(const Kernel& kernel, const PackedShape& shape, int64_t count, const RawWeights& raw, uint8_t* dst,
           Parallel& parallel);
 
-/// The rows of `raw` as a source, one stack under the other; both must outlive it.
+/// The rows of `raw`, not of CodeOrder::kAwq, as a source, one stack under the other; both must outlive it.
 std::unique_ptr<RowSource> tensor_rows(const PackedShape& shape, const RawWeights& raw);
 
 /// Those of CodeOrder::kAwq, for pack_rows() of the same rows of `dst` alone: the codes are put into their places at
