@@ -21,6 +21,7 @@ from w4a8.integrations.transformers.collect import Collector, Give, unstacked
 from w4a8.integrations.transformers.config import W4A8Config
 from w4a8.integrations.transformers.fused import fuse
 from w4a8.integrations.transformers.guard import inference_only, refuse_device
+from w4a8.integrations.transformers.linear_attention import use_operators
 from w4a8.integrations.transformers.modules import Modules
 from w4a8.integrations.transformers.names import check_files, check_inside, refuse_codes, split_into
 from w4a8.integrations.transformers.packed_checkpoint import PackedModules
@@ -166,6 +167,7 @@ class W4A8HfQuantizer(HfQuantizer):
         if guard.device == "cpu":
             _teach_peft()
         refuse_resizing(model)
+        use_operators(model)
         multiply_once(model.get_output_embeddings())
         if self.quantization_config.fuse is not None and guard.device == "cpu":
             try:

@@ -1,0 +1,175 @@
+"""Hybrid models in transformers: their layers of linear attention by the operators, beside transformers' own code."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers", minversion="5.19")
+
+from w4a8.integrations.transformers import W4A8Config, linear_attention  # noqa: E402
+
+HEADS = {"linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 48}
+COMMON = {
+    "vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 32, "max_position_embeddings": 512, "tie_word_embeddings": False, "intermediate_size": 96,
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
+}  # fmt: skip
+MODELS = {
+    "Qwen3_5": ("Qwen3_5Text", "Qwen3_5", {**HEADS, "linear_num_value_heads": 6}),
+    "Qwen3_5Moe": ("Qwen3_5MoeText", "Qwen3_5Moe", {**HEADS, **EXPERTS, "linear_num_value_heads": 4}),
+    "Qwen3Next": ("Qwen3Next", "Qwen3Next", {**HEADS, **EXPERTS, "linear_num_value_heads": 4}),
+}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def saved(request, tmp_path_factory):
+    """The folder of a float model."""
+    config, model, sizes = MODELS[request.param]
+    torch.manual_seed(0)
+    made = getattr(transformers, f"{model}ForCausalLM")(getattr(transformers, f"{config}Config")(**COMMON, **sizes))
+    for name, parameter in made.named_parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+        elif name.endswith("A_log"):
+            torch.nn.init.uniform_(parameter, -1.0, 2.7)
+        elif name.endswith("dt_bias"):
+            torch.nn.init.normal_(parameter)
+    folder = tmp_path_factory.mktemp("hybrid")
+    made.save_pretrained(folder)
+    return folder
+
+
+def load(folder, dtype=torch.float32):
+    quantized = W4A8Config(group_size=32)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, quantization_config=quantized)
+
+
+@pytest.fixture(scope="module")
+def model(saved):
+    return load(saved)
+
+
+def linear_layers(model):
+    return [module for module in model.modules() if type(module).__name__.endswith("GatedDeltaNet")]
+
+
+@pytest.fixture(scope="module")
+def stock(model):
+    """The same model with transformers' code."""
+    made = copy.deepcopy(model)
+    for layer in linear_layers(made):
+        del layer.forward
+    return made
+
+
+def ids(batch, tokens, seed=1):
+    return torch.randint(3, COMMON["vocab_size"], (batch, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def assert_near(found, expected):
+    """int8 activations turn roundings of float32 into steps of 1/127 of a few of their largest number."""
+    assert (found - expected).abs().median() < 1e-4 * expected.abs().max()
+    assert (found - expected).abs().max() < 2e-2 * expected.abs().max()
+
+
+def test_every_layer_is_taken(model):
+    layers = linear_layers(model)
+    assert layers and all(isinstance(layer.forward, linear_attention._Operator) for layer in layers)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3, 70])
+def test_logits_are_those_of_transformers(model, stock, tokens):
+    with torch.no_grad():
+        assert_near(model(ids(2, tokens)).logits, stock(ids(2, tokens)).logits)
+        assert_near(model(ids(2, tokens), use_cache=False).logits, stock(ids(2, tokens), use_cache=False).logits)
+
+
+def layer_input(layer, tokens, seed=0, batch=2):
+    width = layer.hidden_size
+    return torch.randn(batch, tokens, width, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("tokens", [(70,), (1, 1, 1, 1), (5, 1, 64), (2, 3)])
+def test_one_layer_and_its_states(model, tokens):
+    """The layer alone: outputs and both states, beside transformers' code that goes on from them."""
+    layer, ours, theirs = linear_layers(model)[0], *(transformers.DynamicCache(config=model.config) for _ in range(2))
+    with torch.no_grad():
+        for seed, count in enumerate(tokens):
+            x = layer_input(layer, count, seed)
+            found, expected = layer(x, cache_params=ours), type(layer).forward(layer, x, cache_params=theirs)
+            assert (found - expected).abs().max() < 2e-2 * expected.abs().max()
+            assert (found - expected).abs().median() < 1e-4 * expected.abs().max()
+        state, like = (cache.get_recurrent_state(layer.layer_idx) for cache in (ours, theirs))
+        assert (state - like).abs().max() < 2e-5 * like.abs().max()
+        conv, as_there = (cache.get_conv_state(layer.layer_idx)[..., 1:] for cache in (ours, theirs))
+        torch.testing.assert_close(conv, as_there, rtol=0, atol=0)
+        # Transformers' code goes on from our states.
+        x = layer_input(layer, 1, 9)
+        found, expected = (type(layer).forward(layer, x, cache_params=cache) for cache in (ours, theirs))
+        assert (found - expected).abs().max() < 2e-2 * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cut", [1, 13, 64])
+def test_cuts_change_no_bit(saved, model, cut, dtype):
+    model = model if dtype == torch.float32 else load(saved, dtype)
+    layer, prompt = linear_layers(model)[0], layer_input(linear_layers(model)[0], 80).to(dtype)
+    with torch.no_grad():
+        caches = [transformers.DynamicCache(config=model.config) for _ in range(2)]
+        whole = layer(prompt, cache_params=caches[0])
+        parts = [layer(part, cache_params=caches[1]) for part in prompt.split(cut, 1)]
+    assert torch.equal(torch.cat(parts, 1), whole)
+    assert torch.equal(*(cache.get_recurrent_state(layer.layer_idx) for cache in caches))
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+def test_generate(model, stock, how):
+    """With a shorter prompt, padded on the left; float32 roundings do not change the most likely tokens here."""
+    prompt, mask = ids(2, 20), torch.ones(2, 20, dtype=torch.int64)
+    mask[0, :7] = 0
+    how = {"max_new_tokens": 12, "do_sample": False, "attention_mask": mask, "pad_token_id": 0, **how}
+    assert torch.equal(model.generate(prompt, **how), stock.generate(prompt, **how))
+
+
+def test_a_cache_that_was_reset(model):
+    layer, cache = linear_layers(model)[0], transformers.DynamicCache(config=model.config)
+    with torch.no_grad():
+        first = layer(layer_input(layer, 9), cache_params=cache)
+        cache.layers[layer.layer_idx].reset()
+        assert torch.equal(layer(layer_input(layer, 9), cache_params=cache), first)
+
+
+def test_what_the_operator_does_not_compute_is_transformers(model, monkeypatch):
+    layer, x = linear_layers(model)[0], layer_input(linear_layers(model)[0], 5, batch=1)
+    monkeypatch.setattr(linear_attention.ops, "gated_delta", None)
+    with torch.no_grad():
+        expected = type(layer).forward(layer, x)
+        with pytest.raises(ValueError, match="packed sequences"):  # transformers' own words
+            layer(x, cu_seq_lens_q=torch.tensor([0, 5], dtype=torch.int32))
+        recording = transformers.DynamicCache(config=model.config)
+        recording.layers[layer.layer_idx].activate_past_recording()
+        assert torch.equal(layer(x, cache_params=recording), expected)
+        monkeypatch.setattr(layer, "activation", "gelu")
+        assert torch.equal(layer(x), type(layer).forward(layer, x))
+
+
+def test_weights_that_change_are_read_again(model):
+    made, x = copy.deepcopy(linear_layers(model)[0]), layer_input(linear_layers(model)[0], 5)
+    with torch.no_grad():
+        made(x)
+        made.conv1d.weight.mul_(0.5)
+        made.dt_bias.add_(0.5)
+        assert_near(made(x), type(made).forward(made, x))
+
+
+def test_a_copy_and_a_pickle_have_operators_of_their_own(model):
+    x = ids(1, 9)
+    with torch.no_grad():
+        expected = model(x).logits
+        for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert all(layer.forward._module() is layer for layer in linear_layers(made))
+            assert_near(made(x).logits, expected)  # torch's floats depend on where they lie
