@@ -18,7 +18,7 @@ case ${1:-} in
 esac
 pairs=("$@")
 [ ${#pairs[@]} -gt 0 ] || pairs=(3.10=2.10.0 3.11=2.13.0 3.13=2.15.0)
-tests=(tests/python/test_{builds,devices,compile,golden,errors,linear_ops,attention,decoder,kinds,activation_groups}.py
+tests=(tests/python/test_{builds,devices,compile,golden,errors,linear_ops,attention,gated_delta,state_space,decoder,kinds,activation_groups}.py
   tests/python/moe/test_topk_routing.py)
 [ "$quick" = 1 ] || tests+=(tests/python/test_{ops,moe,rounding,fuzz_ops,threads,storage,memory,scale_types,aten}.py)
 arch=$(uname -m)

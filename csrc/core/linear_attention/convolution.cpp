@@ -88,7 +88,7 @@ void Convolution::run(const Kernel& kernel, const StateSequences& sequences, int
 
 void Convolution::keep(const Kernel& kernel, const StateSequences& sequences, int64_t b, int64_t channel,
                        int64_t channels, const ConvolutionBuffers& own) const {
-  load_past(sequences, b, channel, channels, own.past);
+  if (sequences.tokens(b) < width - 1) load_past(sequences, b, channel, channels, own.past);
   auto* const data = static_cast<uint8_t*>(state.data);
   const int64_t bytes = dtype_bytes(state.dtype);
   for (int64_t w = 0; w < width - 1; ++w) {

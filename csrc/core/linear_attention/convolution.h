@@ -67,8 +67,8 @@ struct Convolution {
   /// `first` of this call on: out [count, channels].
   void run(const Kernel& kernel, const StateSequences& sequences, int64_t b, int64_t first, int64_t count,
            int64_t channel, int64_t channels, const ConvolutionBuffers& own, float* out) const;
-  /// The last rows of the sequence become the state of these channels, after the last `run` that begins before token
-  /// width - 1.
+  /// The last rows of the sequence become the state of these channels. No `run` of them that begins before token
+  /// width - 1 may follow.
   void keep(const Kernel& kernel, const StateSequences& sequences, int64_t b, int64_t channel, int64_t channels,
             const ConvolutionBuffers& own) const;
 
