@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
@@ -165,6 +166,7 @@ class W4A8HfQuantizer(HfQuantizer):
                     setattr(module, leaf, placed(getattr(module, leaf), stays_mapped=True))
         inference_only(model)
         if guard.device == "cpu":
+            _convolve_in_float32(model)
             _teach_peft()
         refuse_resizing(model)
         use_operators(model)
@@ -184,6 +186,30 @@ def _teach_peft() -> None:
             import_module("w4a8.integrations.peft")
         except (ImportError, AttributeError) as error:
             logger.warning("this version of PEFT does not know packed layers: %s", error)
+
+
+def _convolve_in_float32(model: torch.nn.Module) -> None:
+    """Makes the weights of causal depthwise convolutions float32 where torch has no fast ones of their type.
+
+    A token then takes 0.1 ms instead of 20 with 8192 channels. ``causal_conv1d_fn`` and ``causal_conv1d_update`` of
+    transformers' modules convert their input to the type of the weight. The weights become buffers: transformers takes
+    the type of the first parameter for that of the model.
+    """
+    for module in model.modules():
+        if not hasattr(sys.modules.get(type(module).__module__), "causal_conv1d_fn"):
+            continue
+        for convolution in module.children():
+            is_depthwise = type(convolution) is torch.nn.Conv1d and convolution.groups == convolution.in_channels
+            if is_depthwise and not _is_fast(convolution.weight.dtype):
+                for name, parameter in list(convolution.named_parameters()):
+                    delattr(convolution, name)
+                    convolution.register_buffer(name, parameter.detach().float())
+
+
+def _is_fast(dtype: torch.dtype) -> bool:
+    """Whether torch gives convolutions of a type to oneDNN, as it decides itself."""
+    name = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype)
+    return name is None or getattr(torch.ops.mkldnn, name, bool)()
 
 
 def _devices(device_map: Any) -> list[Any]:
