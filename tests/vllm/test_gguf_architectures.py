@@ -18,7 +18,7 @@ class Case:
     def __init__(self, model, form):
         self.model = self.name = model
         self.lm_head = form == "gguf"  # int4 files have it in bfloat16, and engine.py leaves it so
-        self.dtype = "bfloat16" if model == "qwen3next" else "float32"  # its linear attention has no other in vLLM
+        self.dtype = "bfloat16" if model.startswith(("qwen3next", "qwen35")) else "float32"  # of their linear attention
         self.share_of_an_expert = 2 / EXPERTS if "experts" in str(INT4[model][1]) else 1.0
 
 

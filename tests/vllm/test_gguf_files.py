@@ -57,13 +57,17 @@ def written(folder, name="qwen3", change=None, **options):
 
 def arguments(model, **given):
     how = {"tokenizer": None, "skip_tokenizer_init": False, "served_model_name": None, "quantization": None}
+    how["mamba_ssm_cache_dtype"] = "auto"
     return SimpleNamespace(**{"model": str(model), "load_format": "auto", "config_format": "auto", **how, **given})
 
 
 # ---- the folder ----
 
 
-@pytest.mark.parametrize("given", [{}, {"quantization": "gguf", "load_format": "gguf", "config_format": "gguf"}])
+GIVEN = {"quantization": "gguf", "load_format": "gguf", "config_format": "gguf", "mamba_ssm_cache_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("given", [{}, GIVEN])
 def test_the_arguments_of_an_engine(given, cache, tmp_path):
     path = written(tmp_path / "files")
     found = arguments(path, **given)
@@ -71,6 +75,7 @@ def test_the_arguments_of_an_engine(given, cache, tmp_path):
     folder = Path(found.model)
     assert folder.parent == cache and found.tokenizer is None and found.served_model_name == str(path)
     assert (found.quantization, found.load_format, found.config_format) == (NAME, NAME, "auto")
+    assert found.mamba_ssm_cache_dtype == given.get("mamba_ssm_cache_dtype", "float32")
     config = json.loads((folder / "config.json").read_text())
     assert config["quantization_config"] == {"quant_method": NAME, "file": str(path)}
     assert (config["model_type"], config["vocab_size"], config["dtype"]) == ("qwen3", VOCAB, "bfloat16")

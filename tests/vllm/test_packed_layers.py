@@ -1,7 +1,7 @@
 """Layers of packed directories that were made of GGUF files, beside the layers of the file: whole and cut for ranks."""
 
 import json
-from types import MethodType
+from types import MethodType, SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +20,8 @@ from w4a8.core.packer import pack_experts, pack_rows
 from w4a8.core.weight import Cut, Floats
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
 from w4a8.integrations.vllm.packed_layers import W4A8PackedConfig, read_packed
-from w4a8.integrations.vllm.pulled import Pulled, PulledExperts
+from w4a8.integrations.vllm.products import Share
+from w4a8.integrations.vllm.pulled import Pulled, PulledExperts, _cuts
 
 # Types of q, k, v, output, down.
 MIXED = {"attn_q": "Q4_K", "attn_k": "Q4_K", "attn_v": "Q6_K", "attn_output": "Q4_1", "ffn_down": "Q6_K"}
@@ -75,6 +76,23 @@ def test_four_ranks_over_two_heads_of_keys():
     assert all((cut.first, cut.last) == (0, HIDDEN) for cut in cuts)
     with pytest.raises(ValueError, match="k has 128 rows, but parts of 64 for 3 ranks are expected"):
         Cut.of_rank(weight, HEAD, HIDDEN, 0, 3)
+
+
+def test_parts_of_a_layer_in_fewer_tensors():
+    """Qwen3.5's q, k, v in one, z in another: each rank has its part of each of the four."""
+    layer = SimpleNamespace(tp_rank=1, tp_size=2, output_sizes=[4, 4, 8, 8])
+    values = torch.arange(24.0)[:, None]
+    weights = [Floats(name, n, 1, lambda _, at=at, n=n: (values[at : at + n], None)) for name, at, n in
+               (("qkv", 0, 16), ("z", 16, 8))]  # fmt: skip
+    share = Share(1, [2, 2, 4, 4], 1, torch.float32, None)
+    cuts = _cuts(layer, weights, share)
+    read = [cut.weight.read(torch.float32)[0][cut.begin : cut.end, 0].tolist() for cut in cuts]
+    assert read == [[2, 3], [6, 7], [12, 13, 14, 15], [20, 21, 22, 23]]
+    layer.output_sizes = [4, 4, 9, 7]
+    with pytest.raises(ValueError, match=r"qkv has 16 rows, which are no sum of parts of \[4, 4, 9, 7\]"):
+        _cuts(layer, weights, share)
+    layer.tp_rank, layer.tp_size, share = 0, 1, share._replace(sizes=[4, 4, 8, 8])
+    assert [(cut.begin, cut.end) for cut in _cuts(layer, weights, share)] == [(0, 16), (0, 8)]
 
 
 def test_heads_that_ranks_share(rank, tmp_path):  # noqa: F811

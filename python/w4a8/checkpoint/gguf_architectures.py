@@ -442,7 +442,7 @@ NOT_IN_VLLM = {
     "glm-dsa": _NO_SPARSE,
     "nemotron_h": "its CPU backend has no experts without a gate",
     "nemotron_h_moe": "its CPU backend has no experts without a gate",
-    **dict.fromkeys(("qwen35", "qwen35moe", "llama4", "phimoe", "lfm2", "lfm2moe", "exaone-moe", "olmoe"), _OTHERWISE),
+    **dict.fromkeys(("llama4", "phimoe", "lfm2", "lfm2moe", "exaone-moe", "olmoe"), _OTHERWISE),
 }
 BY_MODEL_TYPE = {each.model_type: each for each in ARCHITECTURES.values()}
 

@@ -101,6 +101,15 @@ class Floats:
     form: None = None
     unit: int = 1
 
+    def of_rows(self, begin: int, end: int) -> Floats:
+        """As :meth:`Weight.of_rows`."""
+
+        def read(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+            weight, bias = self.read(dtype)
+            return weight[begin:end], None if bias is None else bias[begin:end]
+
+        return replace(self, rows=end - begin, read=read)
+
 
 def wanted_activation_group(weights: Iterable[Weight], asked: int | None) -> int | None:
     """The argument ``asked`` of :func:`resolve_activation_group` for weights that run together.

@@ -46,7 +46,7 @@ from w4a8.integrations.vllm.settings import read_arguments, say_int8
 FLOATS_AT_ONCE = 1 << 22
 # Names that users may give: the second is registered by a plugin for GPUs.
 _MAY_BE = {"quantization": (None, "gguf"), "load_format": ("auto", "gguf"), "config_format": ("auto", "hf", "gguf")}
-_ARGUMENTS = ("model", "tokenizer", "skip_tokenizer_init", "served_model_name", *_MAY_BE)
+_ARGUMENTS = ("model", "tokenizer", "skip_tokenizer_init", "served_model_name", "mamba_ssm_cache_dtype", *_MAY_BE)
 
 
 def take_file(arguments: Any) -> None:
@@ -72,6 +72,8 @@ def take_file(arguments: Any) -> None:
     arguments.config_format = "auto"
     if arguments.served_model_name is None:
         arguments.served_model_name = model
+    if arguments.mamba_ssm_cache_dtype == "auto":  # the model's type, where a config does not say
+        arguments.mamba_ssm_cache_dtype = "float32"  # as in llama.cpp
 
 
 class W4A8GGUFConfig(PulledConfig):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import accumulate, groupby
 from types import MethodType
 from typing import Any
 
@@ -155,29 +155,33 @@ def _cuts(layer: Any, weights: Sequence[Weight | Floats], share: Share) -> list[
         if found != expected:
             raise ValueError(f"{weight.name} has shape {found}, but {expected} is expected")
         return [Cut(weight, mine.org_vocab_start_index, mine.org_vocab_end_index, 0, columns)]
-    if len(weights) == 1 and len(sizes) > 1 and ranks > 1:
-        weights = _apart(layer, weights[0])
-    elif ranks == 1 and sum(weight.rows for weight in weights) == sum(sizes):  # may be joined otherwise than here
-        sizes = [weight.rows for weight in weights]
-    if len(weights) != len(sizes):
-        raise ValueError(f"{len(weights)} matrices, but {len(sizes)} are expected")
     for weight in weights:
         if weight.columns != all_columns:
             raise ValueError(f"{weight.name} has {weight.columns} columns, but {all_columns} are expected")
+    if ranks == 1 and sum(weight.rows for weight in weights) == sum(sizes):  # may be joined otherwise than here
+        sizes = [weight.rows for weight in weights]
+    elif len(weights) < len(sizes):
+        weights = _apart(layer, weights)
+    if len(weights) != len(sizes):
+        raise ValueError(f"{len(weights)} matrices, but {len(sizes)} are expected")
     return [Cut.of_rank(weight, rows, columns, rank, ranks) for weight, rows in zip(weights, sizes)]
 
 
-def _apart(layer: Any, weight: Weight) -> list[Weight]:
-    """The matrices of all ranks that are one in the files: queries, keys and values, or gate and up."""
+def _apart(layer: Any, weights: Sequence[Weight | Floats]) -> list[Weight | Floats]:
+    """The matrices of all ranks, of which the files have several in one: queries, keys and values, or gate and up."""
     if isinstance(layer, QKVParallelLinear):
         sizes = [layer.total_num_heads * layer.head_size, layer.total_num_kv_heads * layer.head_size]
         sizes.append(layer.total_num_kv_heads * layer.v_head_size)
     else:
         sizes = layer.output_sizes
-    ends = [sum(sizes[: index + 1]) for index in range(len(sizes))]
-    if ends[-1] != weight.rows:
-        raise ValueError(f"{weight.name} has {weight.rows} rows, but {ends[-1]} are expected")
-    return [weight.of_rows(end - rows, end) for end, rows in zip(ends, sizes)]
+    ends, begin, found = list(accumulate(sizes)), 0, []
+    for weight in weights:
+        parts = [end - begin for end in ends if begin < end <= begin + weight.rows]
+        if parts[-1:] != [weight.rows]:
+            raise ValueError(f"{weight.name} has {weight.rows} rows, which are no sum of parts of {sizes}")
+        found += [weight.of_rows(first, last) for first, last in zip([0, *parts], parts)]
+        begin += weight.rows
+    return found
 
 
 def _floats(run: Sequence[Cut], dtype: torch.dtype) -> dict[str, torch.Tensor]:

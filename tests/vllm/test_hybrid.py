@@ -1,0 +1,67 @@
+"""Layers of linear attention in engines: blocks of K-quants, prompts in pieces, prefixes that are cached, two ranks."""
+
+import re
+from dataclasses import dataclass
+
+import pytest
+import torch
+from compare import check
+from conftest import ALONE, DEFAULT_HEAD, Job, run_engines
+from gguf_architectures import EXPERTS, VOCAB, model_of, write
+
+# Super-blocks of 256 fit in. A state of two heads of 64 x 64 is as large as 32 keys and values.
+SIZES = {
+    "hidden_size": 256, "intermediate_size": 256, "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256,
+    "num_key_value_heads": 4, "head_dim": 64, "max_position_embeddings": 512, "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}  # fmt: skip
+KEYS = {
+    "embedding_length": 256, "feed_forward_length": 256, "expert_feed_forward_length": 256,
+    "expert_shared_feed_forward_length": 256, "attention.head_count_kv": 4, "attention.key_length": 64,
+    "attention.value_length": 64, "rope.dimension_count": 32, "context_length": 512, "ssm.state_size": 64,
+    "ssm.inner_size": 256,
+}  # fmt: skip
+# One after another, so that a prompt finds what the first has left; a step is shorter than a prompt.
+CACHED = {"enable_prefix_caching": True, "max_num_seqs": 1, "max_num_batched_tokens": 192}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What compare.check reads."""
+
+    name: str
+    arguments: dict
+    types: tuple = ("Q4_K", "Q6_K")
+    ranks: int = 1
+    model = "qwen35moe"
+    compiled, inputs, attention, lm_head, dtype = False, "none", "w4a8", True, "bfloat16"
+    share_of_an_expert = 2 / EXPERTS
+
+
+CASES = [
+    Case("together", {"enable_prefix_caching": False}),
+    Case("cached", CACHED),
+    Case("ranks", {"tensor_parallel_size": 2, "enable_prefix_caching": False}, ("Q4_0", "Q8_0"), 2),
+]
+
+
+def prompts():
+    """The second and the third begin as the first does."""
+    generator = torch.Generator().manual_seed(0)
+    first, *others = (torch.randint(3, VOCAB, (n,), generator=generator).tolist() for n in (230, 20, 30))
+    return [first, first[:200] + others[0], first[:150] + others[1]]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_answers_are_those_of_the_weights(case, tmp_path):
+    model = model_of(case.model, **SIZES)
+    keys = {f"{case.model}.{key}": value for key, value in KEYS.items()}
+    path = write(case.model, model, tmp_path, True, types=case.types, **keys)
+    model.save_pretrained(tmp_path / "reference")
+    arguments = {"enforce_eager": True, "dtype": case.dtype, "max_model_len": 512, **case.arguments}
+    job = Job(path, arguments, prompts(), environment=DEFAULT_HEAD)
+    (done,), log = run_engines([job], tmp_path / "engines", 1800, ranks=case.ranks, **ALONE)
+    check(case, tmp_path, job.prompts, done, size=32, ranks=case.ranks)
+    assert done["cached"] == ([0, 128, 128] if case.name == "cached" else [0, 0, 0])
+    # q, k, v and z, b and a, and the output of three layers; two of the last; gate and up, and down of shared experts.
+    assert re.search(r"w4a8: runs 19 linear layers \(.*\), 4 layers of experts \(", log)
