@@ -40,113 +40,124 @@ def _sequences(batch: int, tokens: int) -> dict[str, torch.Tensor]:
 class _Operator(Guard):
     """``forward`` of one layer."""
 
+    cache_name, conv_name = "cache_params", "conv1d"  # of the argument and of the module, in transformers
+
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__(module)
-        self._of: Any = None  # the parameters that the weights were made of
-        self._weights: dict[str, torch.Tensor] = {}
+        self._made_of: Any = None
+        self._weights: dict[str, Any] = {}
 
-    def __call__(
-        self,
-        hidden_states: torch.Tensor,
-        cache_params: Any = None,
-        attention_mask: torch.Tensor | None = None,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        layer = self._module()
+    def __call__(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        layer, mask = self._module(), kwargs.get("attention_mask")
         states = None
-        if not self._is_apart(layer, hidden_states, kwargs):
-            states = self._states(layer, hidden_states, cache_params)
+        if not args and not self._is_apart(layer, hidden_states, mask, kwargs):
+            states = self._states(layer, hidden_states, kwargs.get(self.cache_name))
         if states is None:
-            return type(layer).forward(
-                layer, hidden_states, cache_params=cache_params, attention_mask=attention_mask, **kwargs
-            )
-        if attention_mask is not None:  # as transformers: padding has hidden states of zeros
-            hidden_states = (hidden_states * attention_mask[:, :, None]).to(hidden_states.dtype)
+            return type(layer).forward(layer, hidden_states, *args, **kwargs)
+        if mask is not None:  # as transformers: padding has hidden states of zeros
+            hidden_states = (hidden_states * mask[:, :, None]).to(hidden_states.dtype)
         batch, tokens = hidden_states.shape[:2]
         found = self._compute(layer, hidden_states.flatten(0, 1), {**states, **_sequences(batch, tokens)})
         return layer.out_proj(found.unflatten(0, (batch, tokens)))
 
-    def _is_apart(self, layer: Any, hidden_states: torch.Tensor, kwargs: dict[str, Any]) -> bool:
+    def _is_apart(self, layer: Any, hidden_states: torch.Tensor, mask: Any, kwargs: dict[str, Any]) -> bool:
         """Whether the operators do not compute this call."""
+        convolution = getattr(layer, self.conv_name)
         return (
             hidden_states.device.type != "cpu"
             or hidden_states.shape[1] == 0
             or torch.compiler.is_compiling()
             or (torch.is_grad_enabled() and hidden_states.requires_grad)
             or kwargs.get("cu_seq_lens_q") is not None
+            or (mask is not None and convolution.bias is not None)  # padding would not stay zeros
+            or not 2 <= layer.conv_kernel_size <= 8
             or not self._fits(layer)
         )
 
     def _states(self, layer: Any, hidden_states: torch.Tensor, cache: Any) -> dict[str, torch.Tensor] | None:
         """The operator's states of the batch, parts of the cache if there is one; None: of other sizes."""
-        batch, index, dtype = len(hidden_states), layer.layer_idx, hidden_states.dtype
-        conv_shape, shape = (batch, *self._conv_shape(layer)), (batch, *self._state_shape(layer))
-        conv = state = None
+        batch, index, size = len(hidden_states), layer.layer_idx, self._state_size(layer)
+        conv_size = batch, getattr(layer, self.conv_name).in_channels, layer.conv_kernel_size
+        conv, fresh = None, True
         if cache is not None:
             if cache.is_recording_past(index):
                 return None
-            conv, state = cache.get_conv_state(index), cache.get_recurrent_state(index)
-        fresh = conv is None
-        if fresh:
-            conv, state = torch.zeros(conv_shape, dtype=dtype), torch.zeros(shape)
+            conv = cache.get_conv_state(index)
+            fresh = conv is None
+        if conv is None:
+            conv = torch.zeros(conv_size, dtype=hidden_states.dtype)
+            state = torch.zeros(batch, *size) if size else None
             if cache is not None:
                 cache.update_conv_state(conv, index)
-                cache.update_recurrent_state(state, index)
-                conv, state = cache.get_conv_state(index), cache.get_recurrent_state(index)
-        if state is None or conv.shape != conv_shape or state.shape != shape or state.dtype != torch.float32:
+                if size:
+                    cache.update_recurrent_state(state, index)
+        if cache is not None:
+            conv, state = cache.get_conv_state(index), cache.get_recurrent_state(index) if size else None
+        # transformers keeps one column more than is read
+        found = {"conv_state": conv[:, :, 1:].transpose(1, 2), "fresh": torch.full((batch,), fresh)}
+        if conv.shape != conv_size:
             return None
-        rows = conv[:, :, 1:].transpose(1, 2)  # transformers keeps one more than is read
-        return {"conv_state": rows, "state": state, "fresh": torch.full((batch,), fresh)}
+        if size:
+            if state is None or state.shape != (batch, *size) or state.dtype != torch.float32:
+                return None
+            found["state"] = state
+        return found
 
-    def weights(self, layer: Any) -> dict[str, torch.Tensor]:
-        """The floats of the layer as the operator takes them without copies; made anew if they change."""
-        parameters = [layer.conv1d.weight, layer.A_log, layer.dt_bias]
-        of = [(each.data_ptr(), each._version, each.dtype) for each in parameters]
-        if of != self._of:
-            conv = layer.conv1d.weight.detach().squeeze(1).float()
-            self._weights = {
-                "conv_weight": conv.T.contiguous().T,
-                "a": layer.A_log.detach().float().exp(),
-                "dt_bias": layer.dt_bias.detach().float(),
-            }
-            self._of = of
+    def weights(self, layer: Any) -> dict[str, Any]:
+        """Arguments made of the layer's floats, such that the operator does not copy them; made anew if they change."""
+        made_of = [(each.data_ptr(), each._version, each.dtype) for each in self._floats(layer) if each is not None]
+        if made_of != self._made_of:
+            self._weights, self._made_of = self._made(layer), made_of
         return self._weights
+
+    def _floats(self, layer: Any) -> list[torch.Tensor | None]:
+        convolution = getattr(layer, self.conv_name)
+        return [convolution.weight, convolution.bias]
+
+    def _made(self, layer: Any) -> dict[str, Any]:
+        return {"conv_weight": getattr(layer, self.conv_name).weight.detach().squeeze(1).float().T.contiguous().T}
+
+    def _state_size(self, layer: Any) -> tuple[int, ...]:
+        """Of the state of a sequence; (): the convolution's is all."""
+        return ()
 
     @abstractmethod
     def _fits(self, layer: Any) -> bool:
         """Whether the operator computes the layer."""
 
     @abstractmethod
-    def _conv_shape(self, layer: Any) -> tuple[int, int]:
-        """Channels and width of the convolution."""
-
-    @abstractmethod
-    def _state_shape(self, layer: Any) -> tuple[int, int, int]:
-        """The state of a sequence."""
-
-    @abstractmethod
     def _compute(self, layer: Any, hidden_states: torch.Tensor, states: dict[str, torch.Tensor]) -> torch.Tensor:
         """What the last projection takes: [T, ..] of the hidden states [T, H]."""
+
+
+def _is_tiled(*sizes: int) -> bool:
+    """Whether heads are of sizes that the operators have."""
+    return all(size % 16 == 0 and 16 <= size <= 256 for size in sizes)
+
+
+def _decays(layer: Any) -> dict[str, torch.Tensor]:
+    return {"a": layer.A_log.detach().float().exp(), "dt_bias": layer.dt_bias.detach().float()}
 
 
 class _GatedDelta(_Operator):
     """Qwen3.5's layer, and Qwen3-Next's, whose projections are interleaved."""
 
     def _fits(self, layer: Any) -> bool:
-        sizes = layer.head_k_dim, layer.head_v_dim
         return (
-            all(size % 16 == 0 and size <= 256 for size in sizes)
+            _is_tiled(layer.head_k_dim, layer.head_v_dim)
             and layer.activation in ("silu", "swish")
             and layer.norm.activation in ("silu", "sigmoid")
             and layer.conv1d.bias is None
-            and 2 <= layer.conv_kernel_size <= 8
         )
 
-    def _conv_shape(self, layer: Any) -> tuple[int, int]:
-        return layer.conv_dim, layer.conv_kernel_size
-
-    def _state_shape(self, layer: Any) -> tuple[int, int, int]:
+    def _state_size(self, layer: Any) -> tuple[int, ...]:
         return layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
+
+    def _floats(self, layer: Any) -> list[torch.Tensor | None]:
+        return [*super()._floats(layer), layer.A_log, layer.dt_bias, layer.norm.weight]
+
+    def _made(self, layer: Any) -> dict[str, Any]:
+        return {**super()._made(layer), **_decays(layer), "norm": layer.norm.weight.detach().float()}
 
     def _projected(self, layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(qkv, z, ba) of the operator."""
@@ -157,21 +168,68 @@ class _GatedDelta(_Operator):
         return torch.cat((q, k, v), -1), z, torch.cat((b, a), -1)
 
     def _compute(self, layer: Any, hidden_states: torch.Tensor, states: dict[str, torch.Tensor]) -> torch.Tensor:
-        qkv, z, ba = self._projected(layer, hidden_states)
-        return ops.gated_delta(
-            *(qkv, z, ba),
-            **self.weights(layer),
-            norm=layer.norm.weight.detach(),
-            **states,
-            key_heads=layer.num_k_heads,
-            value_heads=layer.num_v_heads,
-            norm_eps=layer.layer_norm_epsilon,
-            gate=layer.norm.activation,
-        )
+        sizes = {"key_heads": layer.num_k_heads, "value_heads": layer.num_v_heads}
+        how = {"norm_eps": layer.layer_norm_epsilon, "gate": layer.norm.activation}
+        return ops.gated_delta(*self._projected(layer, hidden_states), **self.weights(layer), **states, **sizes, **how)
+
+
+class _StateSpace(_Operator):
+    """Mamba-2. The steps have no limits, as in transformers' code for one token."""
+
+    def _fits(self, layer: Any) -> bool:
+        return _is_tiled(layer.head_dim, layer.ssm_state_size) and layer.activation in ("silu", "swish")
+
+    def _state_size(self, layer: Any) -> tuple[int, ...]:
+        return layer.num_heads, layer.head_dim, layer.ssm_state_size
+
+    def _floats(self, layer: Any) -> list[torch.Tensor | None]:
+        norm = layer.norm.weight if getattr(layer, "mamba_rms_norm", True) else None
+        return [*super()._floats(layer), layer.A_log, layer.dt_bias, layer.D, norm]
+
+    def _made(self, layer: Any) -> dict[str, Any]:
+        _, bias, *_, d, norm = (None if each is None else each.detach().float() for each in self._floats(layer))
+        return {**super()._made(layer), **_decays(layer), "conv_bias": bias, "d": d, "norm": norm}
+
+    def _compute(self, layer: Any, hidden_states: torch.Tensor, states: dict[str, torch.Tensor]) -> torch.Tensor:
+        weights = self.weights(layer)
+        if hasattr(layer, "ssm_in_multiplier"):  # Falcon-H1
+            projected = layer.in_proj(hidden_states * layer.ssm_in_multiplier) * layer.mup_vector[0]
+        else:
+            projected = layer.in_proj(hidden_states)
+        z, xbc, dt = projected.split([layer.intermediate_size, layer.conv_dim, layer.num_heads], -1)
+        how = {"groups": layer.n_groups, "norm_eps": 1.0}  # of no norm
+        if weights["norm"] is not None:
+            norm = layer.norm
+            parts = getattr(norm, "n_groups", 0) or layer.intermediate_size // norm.group_size
+            first = getattr(norm, "norm_before_gate", False)
+            how |= {"norm_eps": norm.variance_epsilon, "norm_groups": parts, "norm_first": first}
+        return ops.state_space(xbc, z, dt, **weights, **states, **how)
+
+
+class _ShortConv(_Operator):
+    """LFM2's layer."""
+
+    cache_name, conv_name = "past_key_values", "conv"
+
+    def _fits(self, layer: Any) -> bool:
+        return layer.conv.in_channels % 16 == 0
+
+    def _made(self, layer: Any) -> dict[str, Any]:
+        bias = layer.conv.bias
+        return {**super()._made(layer), "conv_bias": None if bias is None else bias.detach().float()}
+
+    def _compute(self, layer: Any, hidden_states: torch.Tensor, states: dict[str, torch.Tensor]) -> torch.Tensor:
+        return ops.short_conv(layer.in_proj(hidden_states), **self.weights(layer), **states)
 
 
 _OPERATORS = {
     "Qwen3NextGatedDeltaNet": _GatedDelta,
     "Qwen3_5GatedDeltaNet": _GatedDelta,
     "Qwen3_5MoeGatedDeltaNet": _GatedDelta,
+    "BambaMixer": _StateSpace,
+    "FalconH1Mixer": _StateSpace,
+    "GraniteMoeHybridMambaLayer": _StateSpace,
+    "NemotronHMamba2Mixer": _StateSpace,
+    "Lfm2ShortConv": _ShortConv,
+    "Lfm2MoeShortConv": _ShortConv,
 }
