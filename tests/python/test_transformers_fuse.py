@@ -20,11 +20,28 @@ from w4a8.nn.output_layer import multiply_once  # noqa: E402
 
 FUSED = ["llama", "llama, tied", "llama, biases", "gemma3", "qwen2", "qwen3", "qwen2moe", "qwen3moe", "mixtral",
          "olmoe", "gpt-oss", "glm4moe"]  # fmt: skip
+# Quantized while loading, without a GGUF file.
+SIZES = {"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0}  # fmt: skip
+ROUNDED = {
+    "SeedOss": {"attention_bias": True, "attention_out_bias": False},
+    "SmolLM3": {"no_rope_layers": [1, 1, 0, 1]},
+    "Phi3": {"partial_rotary_factor": 0.5, "sliding_window": 4, "original_max_position_embeddings": 4096},
+}
 TOKENS = torch.randint(3, VOCAB, (2, 6), generator=torch.Generator().manual_seed(1))
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def load(name, folder, seed=0, **options):
+    if name in ROUNDED:
+        torch.manual_seed(seed)
+        config = getattr(transformers, f"{name}Config")(**SIZES, **ROUNDED[name])
+        made = getattr(transformers, f"{name}ForCausalLM")(config)
+        for parameter in made.parameters():
+            torch.nn.init.normal_(parameter, 1.0 if parameter.dim() == 1 else 0.0, 0.1)
+        made.save_pretrained(folder)
+        how = {"quantization_config": W4A8Config(group_size=32), "dtype": torch.float32, **options}
+        return AutoModelForCausalLM.from_pretrained(folder, **how).eval()
     TinyModel(name, seed).write(folder)
     return AutoModelForCausalLM.from_pretrained(
         folder, gguf_file="model.gguf", **{"dtype": torch.float32, **options}
@@ -53,7 +70,7 @@ def differs_by(a, b):
     return ((a - b).square().mean(-1).sqrt() / b.std()).median().item()
 
 
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", [*FUSED, *ROUNDED])
 def test_families(name, tmp_path):
     """Beside the model's own layers. Both round inputs to int8 at the same places; where one is on the other side of a
     tie, logits move by some 2^-6 of their spread, and attention over bfloat16 by less. A norm, a scale or a rotation
@@ -62,8 +79,8 @@ def test_families(name, tmp_path):
     own = model(TOKENS).logits
     undo = fuse(model, "bfloat16")
     for layer in model.model.layers:
-        layer.self_attn.q_proj.forward = None  # would fail
-        del layer.self_attn.q_proj.forward
+        layer.self_attn.o_proj.forward = None  # would fail
+        del layer.self_attn.o_proj.forward
     got = run(model, TOKENS, cache=W4A8Cache(model.config, "bfloat16"))
     assert got.dtype == own.dtype and got.shape == own.shape
     error = differs_by(got, own)

@@ -25,7 +25,8 @@ class Family:
     A vLLM class without a dot is the end of a name that begins with ``vllm``; one with a dot is module and name.
 
     Attributes:
-        vllm: module and beginning of the names of vLLM's classes; the model's class ends with "Model".
+        vllm: module and beginning of the names of vLLM's classes; the model's class ends with "Model". "": vLLM has no
+            classes, but runs those of transformers.
         mlps: classes in vLLM of dense MLPs and of experts that all tokens share.
         experts: class in vLLM with a router and experts; "": none.
         layer, attention: classes in vLLM.
@@ -39,7 +40,7 @@ class Family:
         is_latent: attention is latent (MLA), which runs in one call in vLLM alone.
     """
 
-    vllm: str
+    vllm: str = ""
     mlps: tuple[str, ...] = ("MLP",)
     experts: str = ""
     layer: str = "DecoderLayer"
@@ -87,6 +88,9 @@ FAMILIES = {
         router="router",
     ),
     "gemma3_text": Family("gemma3.Gemma3", refuses=("use_bidirectional_attention",), norms=_FOUR, one_more=True),
+    "phi3": Family(),
+    "seed_oss": Family(),
+    "smollm3": Family(),
     "glm4_moe": Family("glm4_moe.Glm4Moe", experts="glm4_moe.Glm4MoE", shared=("shared_experts", "")),
     "deepseek_v2": Family(
         "deepseek_v2.DeepseekV2",

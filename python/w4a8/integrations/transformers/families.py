@@ -117,7 +117,12 @@ class Stack:
         return 1 + weight if self.family.one_more else weight
 
     def _kv_heads(self, attention: Any) -> int:
-        return attention.k_proj.out_features // attention.head_dim
+        projection = getattr(attention, "k_proj", None)
+        return attention.num_key_value_heads if projection is None else projection.out_features // attention.head_dim
+
+    def _joined(self, parent: Any, whole: str, parts: tuple[str, ...]) -> list[torch.Tensor]:
+        """Packed matrices that are one in some models."""
+        return [self._packed(parent, part) for part in ((whole,) if hasattr(parent, whole) else parts)]
 
     def _add(self, layer: Any, rope: int) -> None:
         config, attention, mlp = self.config, self._part(layer, "self_attn"), self._part(layer, "mlp")
@@ -140,15 +145,16 @@ class Stack:
             _require(name in _ACTIVATIONS, f"the activation {name} is not known")
             fields["activation_kind"] = int(_ACTIVATIONS[name])
             gate_up, down = (
-                [self._packed(dense, part) for part in ("gate_proj", "up_proj")],
+                self._joined(dense, "gate_up_proj", ("gate_proj", "up_proj")),
                 self._packed(dense, "down_proj"),
             )
         self.decoder.add_layer(
-            [self._packed(attention, part) for part in ("q_proj", "k_proj", "v_proj")],
+            self._joined(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj")),
             self._packed(attention, "o_proj"), gate_up, down,
-            heads=attention.q_proj.out_features // attention.head_dim, kv_heads=self._kv_heads(attention),
+            heads=attention.o_proj.in_features // attention.head_dim, kv_heads=self._kv_heads(attention),
             head_size=attention.head_dim, scale=float(attention.scaling), kind=self.kind, window=window or 0,
-            soft_cap=float(getattr(attention, "attn_logit_softcapping", None) or 0.0), rope=rope, **fields,
+            soft_cap=float(getattr(attention, "attn_logit_softcapping", None) or 0.0),
+            rope=rope if getattr(attention, "use_rope", True) else -1, **fields,
         )  # fmt: skip
         if experts:
             self._add_experts(mlp, gate)
