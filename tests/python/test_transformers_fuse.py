@@ -24,6 +24,16 @@ FUSED = ["llama", "llama, tied", "llama, biases", "gemma3", "qwen2", "qwen3", "q
 SIZES = {"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4,
          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "pad_token_id": 0}  # fmt: skip
 ROUNDED = {
+    "Ernie4_5": {},
+    "Exaone4": {"sliding_window": 4, "sliding_window_pattern": 2},
+    "Glm4": {"partial_rotary_factor": 0.5, "attention_bias": True},
+    "Granite": {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.1,
+        "logits_scaling": 8.0,
+    },
+    "Olmo2": {},
     "SeedOss": {"attention_bias": True, "attention_out_bias": False},
     "SmolLM3": {"no_rope_layers": [1, 1, 0, 1]},
     "Phi3": {"partial_rotary_factor": 0.5, "sliding_window": 4, "original_max_position_embeddings": 4096},

@@ -16,6 +16,13 @@ _FOUR: Norms = (
     ("mlp_input_norm", "pre_feedforward_layernorm"),
     ("mlp_norm", "post_feedforward_layernorm"),
 )
+_BEHIND: Norms = (("attention_norm", "post_attention_layernorm"), ("mlp_norm", "post_feedforward_layernorm"))
+_FOUR_OF_GLM: Norms = (
+    ("input_norm", "input_layernorm"),
+    ("attention_norm", "post_self_attn_layernorm"),
+    ("mlp_input_norm", "post_attention_layernorm"),
+    ("mlp_norm", "post_mlp_layernorm"),
+)
 
 
 @dataclass(frozen=True)
@@ -26,7 +33,7 @@ class Family:
 
     Attributes:
         vllm: module and beginning of the names of vLLM's classes; the model's class ends with "Model". "": vLLM has no
-            classes, but runs those of transformers.
+            classes, or there is no table for them.
         mlps: classes in vLLM of dense MLPs and of experts that all tokens share.
         experts: class in vLLM with a router and experts; "": none.
         layer, attention: classes in vLLM.
@@ -35,6 +42,8 @@ class Family:
         refuses: fields of the config that must not be set.
         norms: the norms of a layer.
         one_more: a norm multiplies by 1 + weight. vLLM has a class for such norms.
+        interleaved: channels of a head that are turned together are neighbours, not in two halves. vLLM's layers say so
+            themselves.
         router: the router's attribute in the module with experts.
         shared: attributes of the module with experts in transformers: the shared expert and its gate; "": none.
         is_latent: attention is latent (MLA), which runs in one call in vLLM alone.
@@ -51,6 +60,7 @@ class Family:
     refuses: tuple[str, ...] = ()
     norms: Norms = _TWO
     one_more: bool = False
+    interleaved: bool = False
     router: str = "gate"
     shared: tuple[str, str] = ("", "")
     is_latent: bool = False
@@ -88,6 +98,11 @@ FAMILIES = {
         router="router",
     ),
     "gemma3_text": Family("gemma3.Gemma3", refuses=("use_bidirectional_attention",), norms=_FOUR, one_more=True),
+    "ernie4_5": Family(interleaved=True),
+    "exaone4": Family(norms=_BEHIND),
+    "glm4": Family(norms=_FOUR_OF_GLM, interleaved=True),
+    "granite": Family(),
+    "olmo2": Family(norms=_BEHIND),
     "phi3": Family(),
     "seed_oss": Family(),
     "smollm3": Family(),

@@ -82,6 +82,9 @@ class Stack:
         layers = list(self._part(inner, "layers"))[: config.num_hidden_layers]
         norm = self._part(inner, "norm")
         self.eps = float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0)))
+        # Factors of Granite.
+        self.embedding_factor = float(getattr(config, "embedding_multiplier", 1.0))
+        self.logits_divisor = float(getattr(config, "logits_scaling", 1.0))
         packed = isinstance(head, PackedLinear)
         self.head = None if packed else head
         self.decoder = Decoder(
@@ -136,6 +139,9 @@ class Stack:
         window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
         if not getattr(config, "use_sliding_window", True):
             window = None
+        turns = getattr(attention, "use_rope", True)
+        if hasattr(attention, "is_sliding"):  # EXAONE 4
+            turns, window = window is None or attention.is_sliding, window if attention.is_sliding else None
         experts = hasattr(mlp, "experts")
         shared, gate = self.family.shared
         dense = (self._part(mlp, shared) if shared else None) if experts else mlp
@@ -154,7 +160,8 @@ class Stack:
             heads=attention.o_proj.in_features // attention.head_dim, kv_heads=self._kv_heads(attention),
             head_size=attention.head_dim, scale=float(attention.scaling), kind=self.kind, window=window or 0,
             soft_cap=float(getattr(attention, "attn_logit_softcapping", None) or 0.0),
-            rope=rope if getattr(attention, "use_rope", True) else -1, **fields,
+            rope=rope if turns else -1, interleaved=self.family.interleaved,
+            residual=float(getattr(layer, "residual_multiplier", 1.0)), **fields,
         )  # fmt: skip
         if experts:
             self._add_experts(mlp, gate)

@@ -122,6 +122,7 @@ class _Forward(Guard):
     ) -> torch.Tensor:  # fmt: skip
         stack = self.stack
         batch, fresh, hidden = x.shape
+        x = x if stack.embedding_factor == 1 else x * stack.embedding_factor
         before = cache.get_seq_length()
         if position_ids is None:
             position_ids = torch.arange(before, before + fresh)[None]
@@ -149,6 +150,7 @@ class _Forward(Guard):
         if there is not None:
             got = got.new_zeros(len(wanted), got.shape[1]).index_copy_(0, there.nonzero()[:, 0], got)
         got = got.view(batch, len(columns), -1)
+        got = got if stack.logits_divisor == 1 else got / stack.logits_divisor
         cap = getattr(model.config, "final_logit_softcapping", None)
         return got if cap is None else torch.tanh(got / cap) * cap
 
