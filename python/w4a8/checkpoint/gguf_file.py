@@ -343,6 +343,9 @@ class _Pages:
         """Maps the file when it is read first. ``path``: of the file."""
         self.path, self.read_bytes = path, 0
 
+    def __reduce__(self) -> tuple[type, tuple[Path]]:
+        return type(self), (self.path,)
+
     @cached_property
     def mapping(self) -> mmap.mmap:
         """The file. Writable, because torch warns of other memory; the file does not change."""
