@@ -13,12 +13,11 @@ from w4a8.checkpoint.gguf_architectures import NOT_IN_VLLM
 class Case:
     """What compare.check reads."""
 
-    compiled, inputs, attention = False, "none", "w4a8"
+    compiled, inputs, attention, dtype = False, "none", "w4a8", "float32"
 
     def __init__(self, model, form):
         self.model = self.name = model
         self.lm_head = form == "gguf"  # int4 files have it in bfloat16, and engine.py leaves it so
-        self.dtype = "bfloat16" if model.startswith(("qwen3next", "qwen35")) else "float32"  # of their linear attention
         self.share_of_an_expert = 2 / EXPERTS if "experts" in str(INT4[model][1]) else 1.0
 
 
@@ -53,7 +52,9 @@ def run(form, cases, tmp_path_factory):
         if name.startswith("deepseek"):  # as in conftest.arguments
             arguments["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
         few = [[token % (VOCAB - 3) + 3 for token in prompt] for prompt in prompts()]
-        jobs.append(Job(path, arguments, few, environment=DEFAULT_HEAD if form == "gguf" else {}))
+        # vLLM's own linear attention has no float32.
+        environment = {"W4A8_VLLM_ATTENTION": str(int("linear_attention" in str(INT4[name][1])))}
+        jobs.append(Job(path, arguments, few, environment=environment | (DEFAULT_HEAD if form == "gguf" else {})))
     done, _ = run_engines(jobs, tmp_path_factory.mktemp("engines"), 1800, **ALONE)
     return dict(zip(cases, zip(jobs, done))), where
 

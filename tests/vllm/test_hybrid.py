@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from compare import check
+from compare import assert_same, check
 from conftest import ALONE, DEFAULT_HEAD, Job, run_engines
 from gguf_architectures import EXPERTS, VOCAB, model_of, write
 
@@ -23,6 +23,8 @@ KEYS = {
 }  # fmt: skip
 # One after another, so that a prompt finds what the first has left; a step is shorter than a prompt.
 CACHED = {"enable_prefix_caching": True, "max_num_seqs": 1, "max_num_batched_tokens": 192}
+# Linear attention by this package's operator.
+HERE = {**ALONE, "W4A8_VLLM_ATTENTION": "1"}
 
 
 @dataclass(frozen=True)
@@ -33,14 +35,16 @@ class Case:
     arguments: dict
     types: tuple = ("Q4_K", "Q6_K")
     ranks: int = 1
+    dtype: str = "bfloat16"
     model = "qwen35moe"
-    compiled, inputs, attention, lm_head, dtype = False, "none", "w4a8", True, "bfloat16"
+    compiled, inputs, attention, lm_head = False, "none", "w4a8", True
     share_of_an_expert = 2 / EXPERTS
 
 
 CASES = [
-    Case("together", {"enable_prefix_caching": False}),
+    Case("together", {"enable_prefix_caching": False}, dtype="float32"),
     Case("cached", CACHED),
+    Case("compiled", {"enforce_eager": False, "enable_prefix_caching": False}),
     Case("ranks", {"tensor_parallel_size": 2, "enable_prefix_caching": False}, ("Q4_0", "Q8_0"), 2),
 ]
 
@@ -52,16 +56,40 @@ def prompts():
     return [first, first[:200] + others[0], first[:150] + others[1]]
 
 
+def written(architecture, types, directory, change=lambda model: None):
+    """The path of a GGUF file; its model is in ``reference``."""
+    model = model_of(architecture, **SIZES)
+    change(model)
+    keys = {f"{architecture}.{key}": value for key, value in KEYS.items()}
+    path = write(architecture, model, directory, True, types=types, **keys)
+    model.save_pretrained(directory / "reference")
+    return path
+
+
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_answers_are_those_of_the_weights(case, tmp_path):
-    model = model_of(case.model, **SIZES)
-    keys = {f"{case.model}.{key}": value for key, value in KEYS.items()}
-    path = write(case.model, model, tmp_path, True, types=case.types, **keys)
-    model.save_pretrained(tmp_path / "reference")
+    path = written(case.model, case.types, tmp_path)
     arguments = {"enforce_eager": True, "dtype": case.dtype, "max_model_len": 512, **case.arguments}
     job = Job(path, arguments, prompts(), environment=DEFAULT_HEAD)
-    (done,), log = run_engines([job], tmp_path / "engines", 1800, ranks=case.ranks, **ALONE)
-    check(case, tmp_path, job.prompts, done, size=32, ranks=case.ranks)
+    (done,), log = run_engines([job], tmp_path / "engines", 1800, ranks=case.ranks, **HERE)
+    # A value that rounds otherwise stays in the states of all tokens behind it.
+    check(case, tmp_path, job.prompts, done, size=32, ranks=case.ranks, few_layers=False)
+    assert "linear attention runs here, in 3 layers" in log
     assert done["cached"] == ([0, 128, 128] if case.name == "cached" else [0, 0, 0])
     # q, k, v and z, b and a, and the output of three layers; two of the last; gate and up, and down of shared experts.
     assert re.search(r"w4a8: runs 19 linear layers \(.*\), 4 layers of experts \(", log)
+
+
+def test_chunks_and_cached_prefixes_change_no_bit(tmp_path):
+    """Attention, whose bits in vLLM depend on them, adds nothing to this model."""
+    path = written(
+        "qwen35", ("Q4_K", "Q6_K"), tmp_path, lambda model: model.model.layers[3].self_attn.o_proj.weight.data.zero_()
+    )
+    one = {"enforce_eager": True, "dtype": "float32", "max_model_len": 512, "enable_prefix_caching": False}
+    ways = ({}, {"max_num_batched_tokens": 64, "max_num_seqs": 4}, CACHED)
+    jobs = [Job(path, {**one, **way}, prompts(), prompt_logprobs=False, environment=DEFAULT_HEAD) for way in ways]
+    (whole, chunks, cached), log = run_engines(jobs, tmp_path / "engines", 1800, **HERE)
+    assert log.count("linear attention runs here, in 3 layers") == len(jobs)
+    assert_same(whole, chunks)
+    assert_same(whole, cached)
+    assert cached["cached"] == [0, 128, 128]

@@ -54,6 +54,18 @@ def after_loading(action: Callable[[Any, Any, Any], None]) -> None:
         actions.append(action)
 
 
+def before_loading_again(model: Any, action: Callable[[], Any]) -> None:
+    """Calls ``action()`` before a loaded model reads weights again (``reload_weights``)."""
+    load_weights = model.load_weights
+
+    @wraps(load_weights)
+    def loading(*args: Any, **kwargs: Any) -> Any:
+        action()
+        return load_weights(*args, **kwargs)
+
+    model.load_weights = loading
+
+
 def move_weights_together() -> None:
     """Moves small packed matrices of loaded models into huge pages; raises as :func:`after_loading`."""
     after_loading(_move)

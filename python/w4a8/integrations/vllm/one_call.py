@@ -6,7 +6,6 @@ not compiled. Other models keep vLLM's forward, and the log says why.
 
 from __future__ import annotations
 
-from functools import wraps
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from w4a8.integrations.vllm.decoder_layers import (
     share_latents,
     vllm_attention,
 )
-from w4a8.integrations.vllm.loaded import after_loading
+from w4a8.integrations.vllm.loaded import after_loading, before_loading_again
 from w4a8.integrations.vllm.log import logger
 
 # Methods of speculation that need no hidden states of this model.
@@ -165,19 +164,15 @@ class OneCall:
 
     def take_over(self) -> None:
         """Replaces the forward of the model's layers. Weights that are loaded later are read before the next step."""
-        load_weights = self.model.load_weights
-
-        @wraps(load_weights)
-        def loading(*args: Any, **kwargs: Any) -> Any:
-            self._is_stale = True
-            return load_weights(*args, **kwargs)
-
-        self.model.load_weights = loading
+        before_loading_again(self.model, self._forget)
         if self._head_layer is not None:
             self._head = _Head(self._head_layer)
         self.inner.do_not_compile = True
         self._stock = self.inner.forward
         self.inner.forward = self.forward
+
+    def _forget(self) -> None:
+        self._is_stale = True
 
     def forward(
         self,

@@ -148,7 +148,7 @@ def runs_w4a16() -> bool:
 
 
 def attends() -> bool:
-    """Whether attention of models that the plugin runs is computed here, if possible."""
+    """Whether attention, linear attention too, of models that the plugin runs is computed here, if possible."""
     return _read(ATTENTION, "1", "1") == "1"
 
 

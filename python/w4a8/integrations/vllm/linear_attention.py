@@ -1,0 +1,161 @@
+"""Linear attention by the gated delta rule (Qwen3-Next, Qwen3.5): one call between a layer's projections.
+
+The operator ``gated_delta`` (docs/numerics.md section 11) takes the place of vLLM's convolution, gates, recurrence and
+norm. It is called by an operator in vLLM's library, into which torch.compile does not look.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from vllm.forward_context import get_forward_context
+from vllm.utils.torch_utils import direct_register_custom_op
+
+from w4a8.integrations.vllm import settings
+from w4a8.integrations.vllm.config import is_ours
+from w4a8.integrations.vllm.loaded import after_loading, before_loading_again
+from w4a8.integrations.vllm.log import logger
+from w4a8.ops import HEAD_SIZES, gated_delta
+
+_OPERATOR = "w4a8_gated_delta"
+
+
+def register_linear_attention() -> None:
+    """Lets layers of loaded models run here; raises as :func:`after_loading`."""
+    if not hasattr(torch.ops.vllm, _OPERATOR):
+        direct_register_custom_op(_OPERATOR, core, fake_impl=_shape)
+    after_loading(attach)
+
+
+def attach(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
+    """Replaces the forward of the layers of a loaded model, or logs why not."""
+    if not is_ours(vllm_config.quant_config) or not getattr(model_config, "is_hybrid", False):
+        return
+    try:
+        from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+        from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention  # noqa: F401
+
+        layers = [layer for layer in model.modules() if isinstance(layer, QwenGatedDeltaNetAttention)]
+        reason = None if settings.attends() else f"{settings.ATTENTION}=0"
+        reason = reason or next(filter(None, map(reason_against, layers)), None)
+    except (ImportError, AttributeError) as error:
+        layers, reason = [], f"{type(error).__name__}: {error}"
+    if reason is not None:
+        logger().info("w4a8: linear attention is vLLM's: %s", reason)
+    elif layers:
+        for layer in layers:
+            layer._forward_method = MethodType(forward, layer)
+            layer.w4a8_runs_core = True  # compiled graphs are named after numbers of layers
+            _forget(layer)
+        before_loading_again(model, lambda: [_forget(layer) for layer in layers])
+        logger().info("w4a8: linear attention runs here, in %d layers (%s=0: vLLM's)", len(layers), settings.ATTENTION)
+
+
+def reason_against(layer: Any) -> str | None:
+    """Why a layer is left to vLLM, or None."""
+    norm, (of_conv, of_state) = layer.norm, layer.get_state_dtype()[:2]
+    if layer._forward_method != layer.forward_cpu or hasattr(layer, "in_proj_qkv"):
+        return "layers with another forward"
+    for size in (layer.head_k_dim, layer.head_v_dim):
+        if size not in HEAD_SIZES:
+            return f"heads of {size}"
+    if of_state != torch.float32:
+        return f"states of {of_state} (--mamba-ssm-cache-dtype float32: here)"
+    if of_conv not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"states of convolutions of {of_conv}"
+    if layer.activation != "silu" or layer.conv1d.bias is not None or not 2 <= layer.conv_kernel_size <= 8:
+        return "another convolution"
+    plain = norm.norm_before_gate and norm.group_size in (None, layer.head_v_dim)
+    return None if plain and norm.activation in ("silu", "swish", "sigmoid") else "another norm"
+
+
+def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
+    """As upstream's ``forward_cpu``."""
+    qkvz, ba = self.in_proj_qkvz(hidden_states)[0], self.in_proj_ba(hidden_states)[0]
+    if self.gqa_interleaved_layout:
+        *qkv, z, b, a = self.fix_query_key_value_ordering(qkvz, ba)
+        qkv, z, ba = torch.cat([each.flatten(1) for each in qkv], -1), z.flatten(1), torch.cat((b, a), -1)
+    else:
+        qkv, z = qkvz.split([(2 * self.key_dim + self.value_dim) // self.tp_size, self.value_dim // self.tp_size], -1)
+    return self.out_proj(getattr(torch.ops.vllm, _OPERATOR)(qkv, z, ba, self.prefix))[0]
+
+
+def core(qkv: torch.Tensor, z: torch.Tensor, ba: torch.Tensor, layer_name: str) -> torch.Tensor:
+    """The tokens of a step, behind the norm.
+
+    Args:
+        qkv, z, ba: as for gated_delta, of this rank's heads. Tokens behind those of the step are padding.
+        layer_name: the layer's prefix.
+
+    Returns:
+        The shape of z, the dtype of qkv.
+    """
+    context = get_forward_context()
+    if context.attn_metadata is None:  # vLLM warms up
+        return qkv.new_zeros(z.shape)
+    layer, step = context.no_compile_layers[layer_name], context.attn_metadata[layer_name]
+    if step.spec_sequence_masks is not None:  # the state after each guess is kept
+        return _vllms_core(layer, qkv, z, ba)
+    sequences, tokens = step.num_decodes + step.num_prefills, step.num_decode_tokens + step.num_prefill_tokens
+    if tokens == 0:
+        return qkv.new_zeros(z.shape)
+    fresh = torch.zeros(sequences, dtype=torch.bool)
+    if step.num_prefills > 0:
+        fresh[step.num_decodes :] = ~step.has_initial_state[step.num_decodes : sequences]
+    if layer.w4a8_weights is None:
+        layer.w4a8_weights = _weights(layer)
+    conv_state, state = _states(layer)
+    out = gated_delta(
+        qkv[:tokens],
+        z[:tokens],
+        ba[:tokens],
+        *layer.w4a8_weights,
+        conv_state,
+        state,
+        step.non_spec_state_indices_tensor[:sequences],
+        step.non_spec_query_start_loc[: sequences + 1],
+        fresh,
+        key_heads=layer.num_k_heads // layer.tp_size,
+        value_heads=layer.num_v_heads // layer.tp_size,
+        norm_eps=layer.norm.eps,
+        gate="sigmoid" if layer.norm.activation == "sigmoid" else "silu",
+    )
+    return out if tokens == len(qkv) else torch.cat([out, out.new_zeros(len(qkv) - tokens, out.shape[1])])
+
+
+def _shape(qkv: torch.Tensor, z: torch.Tensor, ba: torch.Tensor, layer_name: str) -> torch.Tensor:
+    return qkv.new_empty(z.shape)
+
+
+def _forget(layer: Any) -> None:
+    layer.w4a8_weights = None
+
+
+def _weights(layer: Any) -> tuple[torch.Tensor, ...]:
+    """conv_weight, a, dt_bias and norm of gated_delta, as float32."""
+    from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import _unpacked_conv_weight
+
+    weight = _unpacked_conv_weight(layer).detach().float().t().contiguous().t()
+    a, dt_bias, norm = (each.detach().float() for each in (layer.A_log, layer.dt_bias, layer.norm.weight))
+    return weight, a.exp(), dt_bias, norm
+
+
+def _states(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """conv_state and state of gated_delta: vLLM's pages. For guesses it has rows more of conv_state, at the end."""
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    conv_state, state = layer.kv_cache[:2]
+    conv_state = conv_state.transpose(1, 2) if is_conv_state_dim_first() else conv_state
+    slots, heads, value_size, key_size = state.shape
+    return conv_state[:, : layer.conv_kernel_size - 1], state.view(slots, heads, key_size, value_size)
+
+
+def _vllms_core(layer: Any, qkv: torch.Tensor, z: torch.Tensor, ba: torch.Tensor) -> torch.Tensor:
+    """What vLLM's forward does between the projections."""
+    from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import cpu_gdn_attention_core
+
+    out = qkv.new_zeros(len(z), z.shape[1] // layer.head_v_dim, layer.head_v_dim)
+    cpu_gdn_attention_core(qkv, *ba.chunk(2, -1), out, layer.prefix)
+    return layer.norm(out, z.reshape(out.shape)).flatten(1)
