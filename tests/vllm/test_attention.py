@@ -139,7 +139,7 @@ def asked(**changes):
 
 
 attention.register_attention()
-latent_attention.register()
+latent_attention.register_latent_attention()
 
 
 def engine(block_size=128, user=False, hybrid=False, backend=None):
