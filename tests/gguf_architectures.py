@@ -147,12 +147,7 @@ INT4 = MODELS | {
 # Whose experts are one tensor in safetensors, too: int4 formats have none for that.
 STACKED = {"gemma4, experts", "llama4", "granitemoe", "granitemoe, shared", "granitehybrid"}
 # Architectures that vLLM does not run from int4; docs/formats.md says why.
-NOT_INT4_IN_VLLM = NOT_IN_VLLM.keys() - {"exaone-moe", "olmoe"} | {
-    "command-r",
-    "cohere2",
-    "granitemoe",
-    "granitehybrid",
-}
+NOT_INT4_IN_VLLM = NOT_IN_VLLM.keys() | {"command-r", "cohere2", "granitemoe", "granitehybrid", "phimoe"}
 STEP = 2.0**-5  # of matrices: whole numbers from -8 to 7 times this, which blocks of any type hold
 WRITTEN = Path(__file__).with_suffix(".json")
 
@@ -360,6 +355,8 @@ _FLOATS = re.compile(r"embed|norm|conv|router|(^|\.)gate$|gate\.wg|indexer|lm_he
 ON_THE_HUB = {
     "minimax_m2": {"rotary_dim": HEAD // 2, "scoring_func": "sigmoid", "use_routing_bias": True},
     "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "lfm2": {"conv_dim": HIDDEN, "block_dim": HIDDEN, "block_ff_dim": INTER},
+    "phimoe": {"architectures": ["PhiMoEForCausalLM"]},
 }
 
 

@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 
 from transformers import AutoModelForCausalLM  # noqa: E402
 
-from w4a8.integrations.transformers import W4A8Config  # noqa: E402
+from w4a8.integrations.transformers import W4A8Config, quantizer  # noqa: E402
 
 TOKENS = torch.randint(1, 64, (2, 7), generator=torch.Generator().manual_seed(0))
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -48,9 +48,10 @@ def quantized_whole(directory, *args, **options):
 
 
 @pytest.mark.parametrize("name", [*MODELS, *DENSE, *FAMILIES])
-def test_bits(name, tmp_path):
+def test_bits(name, tmp_path, monkeypatch):
     """Quantized while loading, and packed, saved and mapped: the logits of quantize_. In several shards, so that the
-    weights of a module come from two files."""
+    weights of a module come from two files. Convolutions (test_transformers_convolutions.py) stay as they are."""
+    monkeypatch.setattr(quantizer, "_is_fast", lambda dtype: True)
     save_float(name, tmp_path / "float", max_shard_size="50KB")
     assert len(list((tmp_path / "float").glob("*.safetensors"))) > 2
     whole, report = quantized_whole(tmp_path / "float")

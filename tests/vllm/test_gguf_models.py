@@ -64,8 +64,8 @@ def write(case, directory, lost=None, cut=False, **options):
     tiny.tensors.pop(lost, None)
     if cut:
         small_blocks(tiny)
-    if case.model == "gpt-oss":  # vLLM takes this number for most norms, whatever a config says
-        tiny.keys["gpt-oss.attention.layer_norm_rms_epsilon"] = tiny.model.config.rms_norm_eps = 1e-5
+    if case.model in ("gpt-oss", "olmoe"):  # vLLM takes this number for most norms, whatever a config says
+        tiny.keys[f"{case.model}.attention.layer_norm_rms_epsilon"] = tiny.model.config.rms_norm_eps = 1e-5
     tiny.write(directory, **options)
     tiny.model.save_pretrained(directory / "reference")
     (path, *_) = sorted(directory.glob("*.gguf"))

@@ -437,13 +437,7 @@ ARCHITECTURES = {
     ),
 }
 # Why vLLM does not run the others on CPUs (0.32).
-_NO_SPARSE, _OTHERWISE = "its CPU backend has no sparse attention", "its model computes or loads something otherwise"
-NOT_IN_VLLM = {
-    "glm-dsa": _NO_SPARSE,
-    "nemotron_h": "its CPU backend has no experts without a gate",
-    "nemotron_h_moe": "its CPU backend has no experts without a gate",
-    **dict.fromkeys(("llama4", "phimoe", "lfm2", "lfm2moe", "exaone-moe", "olmoe"), _OTHERWISE),
-}
+NOT_IN_VLLM = {"glm-dsa": "its CPU backend has no sparse attention"}
 BY_MODEL_TYPE = {each.model_type: each for each in ARCHITECTURES.values()}
 
 

@@ -77,7 +77,7 @@ def test_floats_and_what_is_packed_of_them(name, tmp_path):
 
 
 def test_gguf(tmp_path):
-    gguf_models = pytest.importorskip("gguf_models")
+    gguf_models, gguf_architectures = map(pytest.importorskip, ("gguf_models", "gguf_architectures"))
     from w4a8.integrations.transformers import gguf
 
     if gguf.gguf_problems():
@@ -89,7 +89,9 @@ def test_gguf(tmp_path):
         assert answer["packed_bytes"] == report.packed_bytes, name
         assert answer["float_bytes"] == report.left_bytes, name
         assert answer["refused"] == [] and answer["format"] == "GGUF"
-        assert bool(answer["not_in_vllm"]) == (name == "olmoe")
+        assert answer["not_in_vllm"] == ""
+    gguf_architectures.write("glm-dsa", gguf_architectures.model_of("glm-dsa"), tmp_path, True)
+    assert "its CPU backend has no sparse attention" in examine(tmp_path)[0]["not_in_vllm"]
 
 
 def test_an_output_layer_that_shares_the_embeddings(tmp_path):

@@ -7,8 +7,9 @@ it for its worker processes.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +118,10 @@ class W4A8GGUFConfig(PulledConfig):
 
     def weight(self, name: str) -> Weight | Floats:
         """A tensor of two dimensions."""
-        return weight_of(linears_of(self.path), name)
+        linears = copy.copy(linears_of(self.path))
+        if linears.architecture.model == "Llama4":  # vLLM turns rows of q and k of the tensors that it loads
+            linears.architecture = replace(linears.architecture, turned=True)
+        return weight_of(linears, name)
 
     def expert_weights(self, name: str) -> ExpertWeights:
         """The experts of a layer."""

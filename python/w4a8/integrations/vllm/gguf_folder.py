@@ -118,6 +118,8 @@ def folder_of(path: Path, cache: Path, with_tokenizer: bool) -> Path:
         (making / SAYS).write_text(json.dumps(says))
         config = copy.copy(config_of_file(str(path)))
         config.quantization_config = says
+        if config.model_type == "phimoe":  # vLLM has its class by the name on the Hub alone
+            config.architectures = ["PhiMoEForCausalLM"]
         if "attention_factor" in str(config.rope_parameters):  # Gemma 3 has two kinds of rope
             raise ValueError(f"{path}: rope.scaling.attn_factor is not 1, which vLLM does not apply")
         config.save_pretrained(making)

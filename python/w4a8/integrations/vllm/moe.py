@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import wraps
 from types import MethodType
 from typing import Any, Protocol
 
 import torch
-from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG
+from vllm.model_executor.layers.fused_moe.config import FUSED_MOE_UNQUANTIZED_CONFIG, FusedMoEConfig
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 
 from w4a8.core.activation import GateNumbers, MoEActivation
@@ -62,6 +63,21 @@ def unsupported(moe: Any) -> str | None:
         if getattr(parallel, name) != 1:
             return f"{name} {getattr(parallel, name)}"
     return None
+
+
+def allow_no_gate() -> None:
+    """Lets vLLM's FusedMoEConfig be made of experts without a gate, which it refuses on CPUs."""
+    made = FusedMoEConfig.__post_init__
+
+    @wraps(made)
+    def make(self: FusedMoEConfig) -> None:
+        try:
+            made(self)
+        except NotImplementedError:  # its last check
+            if self.is_act_and_mul:
+                raise
+
+    FusedMoEConfig.__post_init__ = make
 
 
 class ExpertsFiller(Protocol):

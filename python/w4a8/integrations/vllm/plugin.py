@@ -15,6 +15,7 @@ from w4a8.integrations.vllm.versions import reasons_against, untested
 PARTS = (
     ("read packed directories", "packed_layers", "register_packed_directories"),
     ("read GGUF files", "gguf", "register_gguf"),
+    ("run experts without a gate", "moe", "allow_no_gate"),
     ("compute attention", "attention", "register_attention"),
     ("compute latent attention", "latent_attention", "register_latent_attention"),
     ("compute linear attention", "linear_attention", "register_linear_attention"),
