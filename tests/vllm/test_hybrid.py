@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+import transformers
 from compare import assert_same, check
 from conftest import ALONE, DEFAULT_HEAD, Job, run_engines
-from gguf_architectures import EXPERTS, VOCAB, model_of, write
+from gguf_architectures import EXPERTS, VOCAB, model_of, write, write_int4
 
 # Super-blocks of 256 fit in. A state of two heads of 64 x 64 is as large as 32 keys and values.
 SIZES = {
@@ -36,8 +37,9 @@ class Case:
     types: tuple = ("Q4_K", "Q6_K")
     ranks: int = 1
     dtype: str = "bfloat16"
+    lm_head: bool = True
     model = "qwen35moe"
-    compiled, inputs, attention, lm_head = False, "none", "w4a8", True
+    compiled, inputs, attention = False, "none", "w4a8"
     share_of_an_expert = 2 / EXPERTS
 
 
@@ -93,3 +95,24 @@ def test_chunks_and_cached_prefixes_change_no_bit(tmp_path):
     assert_same(whole, chunks)
     assert_same(whole, cached)
     assert cached["cached"] == [0, 128, 128]
+
+
+VISION = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64,
+          "num_position_embeddings": 16, "patch_size": 4, "deepstack_visual_indexes": []}  # fmt: skip
+
+
+def test_int4_of_a_model_that_also_sees(tmp_path):
+    """As Qwen3.5 is published: the text alone is used, the tower stays float."""
+    text = model_of("qwen35moe")
+    tokens = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
+    config = transformers.Qwen3_5MoeConfig(text_config=text.config.to_dict(), vision_config=VISION, **tokens)
+    whole = transformers.Qwen3_5MoeForConditionalGeneration(config)
+    whole.model.language_model.load_state_dict(text.model.state_dict())
+    whole.lm_head.load_state_dict(text.lm_head.state_dict())
+    write_int4(whole, tmp_path / "checkpoint")
+    text.save_pretrained(tmp_path / "reference")
+    few = [[token % 87 + 3 for token in prompt[:40]] for prompt in prompts()]
+    arguments = {"enforce_eager": True, "dtype": "bfloat16", "max_model_len": 128, "language_model_only": True}
+    (done,), log = run_engines([Job(tmp_path / "checkpoint", arguments, few)], tmp_path / "engines", 1800, **ALONE)
+    check(Case("int4", {}, lm_head=False), tmp_path, few, done, size=32, few_layers=False)
+    assert "Qwen3_5MoeForConditionalGeneration" in log and "4 layers of experts" in log
