@@ -171,7 +171,7 @@ def test_cuts(order, bits, decoded):
     for part in (whole.with_rows(slice(32, 64)), whole.with_columns(256, 768).with_rows(slice(48, None))):
         same_stack([(0, 0, part)], part.rows, part.columns, decoded=decoded, times=0)
         assert torch.equal(part.matrix().pack(), part.pack())
-    for rows in (slice(0, None, 2), torch.randperm(96)):
+    for rows in (slice(0, None, 2), slice(0, 12), slice(4, None), torch.randperm(96)):
         part = whole.with_rows(rows)
         same_stack([(0, 0, part)], part.rows, 1024, decoded=decoded, times=0)
         assert isinstance(part.codes, Words) == (order == "gptq")
