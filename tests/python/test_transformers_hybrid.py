@@ -188,6 +188,16 @@ def test_what_the_operator_does_not_compute_is_transformers(model, monkeypatch):
         assert torch.equal(layer(x), type(layer).forward(layer, x))
 
 
+def test_packed_sequences_and_gradients_are_transformers(model, monkeypatch):
+    layer, x = linear_layers(model)[0], layer_input(linear_layers(model)[0], 5, batch=1)
+    monkeypatch.setattr(type(layer), "forward", lambda self, hidden_states, **more: hidden_states)
+    with torch.no_grad():
+        assert layer(x) is not x
+        assert layer(x, cu_seq_lens_q=torch.tensor([0, 2, 5], dtype=torch.int32)) is x
+    x.requires_grad_()
+    assert layer(x) is x
+
+
 def test_weights_that_change_are_read_again(model):
     made, x = copy.deepcopy(linear_layers(model)[0]), layer_input(linear_layers(model)[0], 5)
     with torch.no_grad():
