@@ -128,6 +128,24 @@ def test_falcon_h1(normed):
 
 
 @torch.no_grad()
+def test_the_norm_of_falcon_h1_before_its_gate():
+    """The layer as its operator runs it, with two groups of the norm."""
+    from transformers.models.falcon_h1 import modeling_falcon_h1 as module
+    from transformers.models.falcon_h1.configuration_falcon_h1 import FalconH1Config
+
+    from w4a8.integrations.transformers.linear_attention import _StateSpace
+
+    config = FalconH1Config(
+        hidden_size=48, mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_d_state=64, mamba_n_groups=2,
+        mamba_chunk_size=16, mamba_rms_norm=True, mamba_norm_before_gate=True, num_hidden_layers=1,
+    )  # fmt: skip
+    layer = module.FalconH1Mixer(config, 0)
+    layer.register_buffer("mup_vector", module.compute_mup_vector(config))
+    hidden, _ = core(layer)
+    assert_near(_StateSpace(layer)(hidden[None]), layer(hidden[None]))
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("bias", [False, True])
 def test_lfm2(bias):
     from transformers.models.lfm2 import modeling_lfm2 as module
