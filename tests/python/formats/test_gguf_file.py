@@ -58,6 +58,14 @@ def test_keys_and_tensors(file):
     assert [read.type_name(name) for name in ("f32", "f16", "stack")] == ["F32", "F16", "Q4_K"]
 
 
+def test_floats_are_the_callers(file):
+    """Written to, they do not change what is read next."""
+    path, tensors = file
+    read = GGUFFile(path)
+    read.tensor("f32").zero_()
+    assert torch.equal(read.tensor("f32"), tensors["f32"])
+
+
 def test_bfloat16(tmp_path):
     values = torch.randn(2, 4).bfloat16()
     path = tmp_path / "model.gguf"
