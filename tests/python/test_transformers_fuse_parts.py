@@ -1,0 +1,37 @@
+"""fuse(): numbers of a model that the call of all layers does not have, and angles of long texts."""
+
+import pytest
+
+pytest.importorskip("transformers", minversion="5")
+pytest.importorskip("gguf")
+
+import torch
+from test_transformers_fuse import load
+
+from w4a8.integrations.transformers import fuse
+
+
+def test_refuses_numbers_that_the_call_does_not_have(tmp_path, monkeypatch):
+    model = load("gemma3", tmp_path)
+    rope, norm = model.config.rope_parameters["full_attention"], model.model.layers[0].input_layernorm
+    for change, message in (
+        (lambda by: by.setattr(norm, "eps", 0.5), "norms have different eps, 0.5 and "),
+        (lambda by: by.setitem(rope, "rope_type", "dynamic"), "rotary embeddings of type dynamic depend on the length"),
+        (lambda by: by.setattr(model.config, "use_bidirectional_attention", True), "use_bidirectional_attention is se"),
+    ):
+        with monkeypatch.context() as by, pytest.raises(ValueError, match=message):
+            change(by)
+            fuse(model)
+    fuse(model)
+
+
+def test_angles_of_long_texts(tmp_path):
+    """The tables grow before a position is behind their end, and what they had stays."""
+    model = load("llama", tmp_path)
+    fuse(model)
+    stack = model.forward.stack
+    (first,) = stack.tables(1)
+    for positions in (len(first), len(first) + 1, 5 * len(first)):
+        (found,) = stack.tables(positions)
+        assert len(found) >= positions
+        assert torch.equal(found[: len(first)], first)
