@@ -6,9 +6,10 @@ pytest.importorskip("transformers", minversion="5")
 pytest.importorskip("gguf")
 
 import torch
-from test_transformers_fuse import load
+from gguf_models import VOCAB
+from test_transformers_fuse import ROUNDED, differs_by, load, run
 
-from w4a8.integrations.transformers import fuse
+from w4a8.integrations.transformers import W4A8Cache, fuse
 
 
 def test_refuses_numbers_that_the_call_does_not_have(tmp_path, monkeypatch):
@@ -35,3 +36,17 @@ def test_angles_of_long_texts(tmp_path):
         (found,) = stack.tables(positions)
         assert len(found) >= positions
         assert torch.equal(found[: len(first)], first)
+
+
+@torch.no_grad()
+def test_layers_without_a_window_beside_others(tmp_path, monkeypatch):
+    """Qwen2-MoE's full attention does not say that it has no window."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    window = {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 4}
+    monkeypatch.setitem(ROUNDED, "Qwen2Moe", {**experts, **window, "shared_expert_intermediate_size": 64})
+    model = load("Qwen2Moe", tmp_path, attn_implementation="eager")
+    assert {*model.config.layer_types} == {"sliding_attention", "full_attention"}
+    ids = torch.randint(3, VOCAB, (1, 48))
+    own = model(ids).logits
+    fuse(model, "bfloat16")
+    assert differs_by(run(model, ids, cache=W4A8Cache(model.config, "bfloat16")), own) < 0.05

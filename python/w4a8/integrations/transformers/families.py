@@ -136,7 +136,8 @@ class Stack:
         if getattr(attention, "sinks", None) is not None:
             fields["sinks"] = attention.sinks.detach()
         # Of the layer if layers differ, else of the config; None: no window.
-        window = getattr(attention, "sliding_window", getattr(config, "sliding_window", None))
+        of_all = None if hasattr(type(config), "layer_types") else getattr(config, "sliding_window", None)
+        window = getattr(attention, "sliding_window", of_all)
         if not getattr(config, "use_sliding_window", True):
             window = None
         turns = getattr(attention, "use_rope", True)
