@@ -1,6 +1,7 @@
 """`open_source` and `read_layers`: which layers of which files; in every format: formats/test_read_formats.py."""
 
 import json
+from dataclasses import replace
 
 import meter
 import pytest
@@ -102,6 +103,14 @@ def test_packed_directory(made, tmp_path):
         how = (*how, None)[: max(2, len(how))]
         mine, theirs = (pack_experts(open_source(path).layers()[LAYER], *how)[1] for path in (packed, made))
         assert all(torch.equal(mine[stack], theirs[stack]) for stack in ("w13", "w2"))
+    layer = open_source(packed).layers()[LAYER]
+    forms = {
+        stack: replace(form, scale_dtype=torch.float32) for stack, form in pack_experts(layer, [0], None)[2].items()
+    }
+    other = pack_experts(layer, range(4), None, packed_as=forms)  # in the place of experts of other forms
+    assert other[2] == forms
+    for stack in ("w13", "w2"):
+        assert w4a8.read_header(other[1][stack][3])["scale_dtype"] == "float32"
 
 
 @pytest.mark.parametrize("name", [QUERY, LAYER])
