@@ -219,7 +219,15 @@ def test_scales_decide(name, decoded):
         return found
 
     fits, needs = scaled(0.5, 1.25, -3), scaled(0.5, 1.001, 0.25, 2)
-    for order in ((fits, fits, fits), (fits, needs, fits), (needs, fits, fits), (fits, fits, needs)):
+    late = replace(fits, data=fits.data.clone())  # in the last row alone
+    late.data[-1, :2] = torch.tensor([1.001]).half().view(torch.uint8)
+    for order in (
+        (fits, fits, fits),
+        (fits, needs, fits),
+        (needs, fits, fits),
+        (fits, fits, needs),
+        (fits, late, fits),
+    ):
         parts = [(expert, 0, each) for expert, each in enumerate(order)]
         same_stack(parts, 32, 128, 32, decoded=decoded, times=0, experts=3)
     halves = [(0, 16, fits.with_rows(slice(0, 16))), (0, 0, needs.with_rows(slice(16, 32)))]
