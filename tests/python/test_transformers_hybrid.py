@@ -193,6 +193,7 @@ def test_packed_sequences_and_gradients_are_transformers(model, monkeypatch):
     monkeypatch.setattr(type(layer), "forward", lambda self, hidden_states, **more: hidden_states)
     with torch.no_grad():
         assert layer(x) is not x
+        assert layer(x, **cache_of(layer, transformers.DynamicCache(config=model.config))) is not x
         assert layer(x, cu_seq_lens_q=torch.tensor([0, 2, 5], dtype=torch.int32)) is x
     x.requires_grad_()
     assert layer(x) is x
