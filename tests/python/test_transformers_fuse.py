@@ -39,6 +39,7 @@ ROUNDED = {
     "Phi3": {"partial_rotary_factor": 0.5, "sliding_window": 4, "original_max_position_embeddings": 4096},
 }
 TOKENS = torch.randint(3, VOCAB, (2, 6), generator=torch.Generator().manual_seed(1))
+LONG = torch.randint(3, VOCAB, (2, 48), generator=torch.Generator().manual_seed(2))
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
@@ -86,19 +87,20 @@ def test_families(name, tmp_path):
     tie, logits move by some 2^-6 of their spread, and attention over bfloat16 by less. A norm, a scale or a rotation
     that is wrong moves them by a tenth and more, as the last lines show for each norm."""
     model = load(name, tmp_path, attn_implementation="eager")
-    own = model(TOKENS).logits
+    tokens = LONG if name in ROUNDED else TOKENS  # a few tokens do not show a layer that is turned or not
+    own = model(tokens).logits
     undo = fuse(model, "bfloat16")
     for layer in model.model.layers:
         layer.self_attn.o_proj.forward = None  # would fail
         del layer.self_attn.o_proj.forward
-    got = run(model, TOKENS, cache=W4A8Cache(model.config, "bfloat16"))
+    got = run(model, tokens, cache=W4A8Cache(model.config, "bfloat16"))
     assert got.dtype == own.dtype and got.shape == own.shape
     error = differs_by(got, own)
     undo()
     for norm in [part for key, part in model.named_modules() if key.endswith("norm")]:
         norm.weight += 0.5
     other = fuse(model, "bfloat16")
-    assert differs_by(run(model, TOKENS, cache=W4A8Cache(model.config, "bfloat16")), own) > 2 * error + 0.05
+    assert differs_by(run(model, tokens, cache=W4A8Cache(model.config, "bfloat16")), own) > 2 * error + 0.05
     other()
     assert error < 0.05, error
 
