@@ -21,6 +21,7 @@ transformers = pytest.importorskip("transformers", minversion="5.0")
 from transformers import AutoModelForCausalLM  # noqa: E402
 
 from w4a8.integrations.transformers import W4A8Config, quantizer  # noqa: E402
+from w4a8.integrations.transformers.linear_attention import use_operators  # noqa: E402
 
 TOKENS = torch.randint(1, 64, (2, 7), generator=torch.Generator().manual_seed(0))
 pytestmark = pytest.mark.usefixtures("no_gradients")
@@ -44,7 +45,9 @@ def load(directory, **options):
 def quantized_whole(directory, *args, **options):
     """The whole model in floats, then w4a8.quantize_."""
     model = AutoModelForCausalLM.from_pretrained(directory)
-    return model, w4a8.quantize_(model, *args, **options)
+    report = w4a8.quantize_(model, *args, **options)
+    use_operators(model)
+    return model, report
 
 
 @pytest.mark.parametrize("name", [*MODELS, *DENSE, *FAMILIES])

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from w4a8.checkpoint import read_layers  # noqa: E402
 from w4a8.command.headers import read_headers  # noqa: E402
 from w4a8.integrations.transformers import W4A8Config  # noqa: E402
+from w4a8.integrations.transformers.linear_attention import use_operators  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -49,6 +50,7 @@ def test_what_predicts_further_tokens_is_left_out(name, tmp_path, caplog):
         )
     assert info["unexpected_keys"] == {"value_head.weight"} and not info["missing_keys"]
     assert f"ignores: {module}" in caplog.text and "ignores it" in model.hf_quantizer.report.skipped[module]
+    use_operators(want)
     assert_same_bits(model(TOKENS).logits, want(TOKENS).logits)
 
 

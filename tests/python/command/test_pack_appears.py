@@ -67,7 +67,7 @@ def test_out_is_a_link_or_here(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "link").is_symlink() and main(["verify", "folder"]) == 0
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    monkeypatch.setattr(pack.loading, "load", lambda *_: pytest.fail("the work was begun"))
+    monkeypatch.setattr(pack.model_loading, "load", lambda *_: pytest.fail("the work was begun"))
     capsys.readouterr()
     assert main(["pack", str(TOOL_WRITTEN / "gptq"), "."]) == 2
     assert "the folder that this runs in" in capsys.readouterr().err
@@ -130,7 +130,7 @@ def test_a_full_disk_while_the_tokenizer_is_written(tmp_path, monkeypatch, capsy
         (folder / "tokenizer.json").touch()
         raise Exception("No space left on device (os error 28)")
 
-    monkeypatch.setattr(pack.loading, "tokenizer_of", lambda path: SimpleNamespace(save_pretrained=save))
+    monkeypatch.setattr(pack.model_loading, "tokenizer_of", lambda path: SimpleNamespace(save_pretrained=save))
     assert main(["pack", str(TOOL_WRITTEN / "gptq"), str(tmp_path / "out")]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("w4a8: the tokenizer cannot be written to") and error.endswith("device (os error 28)")
