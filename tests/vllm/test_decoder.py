@@ -393,7 +393,9 @@ def test_every_table_names_classes_of_vllm():
     """Of the versions that are tested; a class that is gone keeps vLLM's forward without anyone noticing."""
     from importlib import import_module
 
-    for family in FAMILIES.values():
+    tables = [family for family in FAMILIES.values() if family.vllm]
+    assert tables
+    for family in tables:
         for each in family.classes("Model", family.layer, family.attention, *family.mlps, family.experts):
             module, _, cls = each.partition(".")
             assert hasattr(import_module(f"vllm.model_executor.models.{module}"), cls), each

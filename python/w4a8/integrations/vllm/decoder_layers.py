@@ -48,7 +48,7 @@ def family_of(inner: torch.nn.Module) -> Family:
         Unfit: there is no table for the class.
     """
     for family in FAMILIES.values():
-        if family.classes("Model") == (class_name(inner),):
+        if family.vllm and family.classes("Model") == (class_name(inner),):
             return family
     raise Unfit(f"there is no table for {class_name(inner)}")
 
