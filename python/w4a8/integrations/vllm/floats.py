@@ -43,7 +43,7 @@ class RoundedScheme(Scheme):
 
     options: QuantOptions = field(default_factory=QuantOptions)
 
-    facts, parts = _FLOATS, _FLOATS.parts
+    file_format, parts = _FLOATS, _FLOATS.parts
 
     @classmethod
     def of(cls, options: QuantOptions) -> RoundedScheme:
