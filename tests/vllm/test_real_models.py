@@ -14,6 +14,8 @@ from conftest import DEFAULT_HEAD, Job, run_engines
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 from trained_models import SOURCES
 
+import w4a8.integrations.transformers  # noqa: F401  (registers its quantizers)
+
 QUESTION, ANSWER = "The days of the week are Monday, Tuesday, Wednesday,", "Thursday"
 TOKENS = 4
 
