@@ -173,3 +173,26 @@ def short_conv(
     """
     op = torch.ops.w4a8.short_conv.default
     return op(bcx, conv_weight, conv_bias, conv_state, slots, query_start_loc, fresh)
+
+
+def layer_weights(conv_weight: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Arguments of gated_delta and state_space, made of a layer's parameters, that the operators do not copy.
+
+    Args:
+        conv_weight: floating point [C, width].
+        a_log: floating point, the logarithms of ``a``.
+        dt_bias: floating point.
+
+    Returns:
+        ``conv_weight``, ``a`` and ``dt_bias``, float32.
+    """
+    return {
+        "conv_weight": conv_rows(conv_weight),
+        "a": a_log.detach().float().exp(),
+        "dt_bias": dt_bias.detach().float(),
+    }
+
+
+def conv_rows(conv_weight: torch.Tensor) -> torch.Tensor:
+    """A weight [C, width] as float32 in the order of [width, C], which the operators do not copy."""
+    return conv_weight.detach().float().T.contiguous().T

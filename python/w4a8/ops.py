@@ -42,7 +42,7 @@ __all__ = [
 OPERATORS = [name for name in __all__ if name.islower() and name not in ("attention_block_bytes", "read_header")]
 
 DEFAULT_EFFORT = 2  # of round_weights
-HEAD_SIZES = range(16, 257, 16)  # that paged_attention takes
+HEAD_SIZES = range(16, 257, 16)  # that paged_attention and the operators of linear attention take
 LATENT_SIZES = range(32, 577, 16)  # of keys, in a cache of kind "latent"
 BLOCK_TOKENS = 64  # tokens of a block in the cache of paged_attention; a page has whole blocks
 

@@ -10,6 +10,7 @@ import torch
 from transformers import Cache
 
 from w4a8 import ops
+from w4a8.linear_attention import conv_rows, layer_weights
 from w4a8.nn.packed import PackedModule
 from w4a8.quantization.float_guard import Guard
 
@@ -114,8 +115,9 @@ class _Operator(Guard):
         convolution = getattr(layer, self.conv_name)
         return [convolution.weight, convolution.bias]
 
+    @abstractmethod
     def _made(self, layer: Any) -> dict[str, Any]:
-        return {"conv_weight": getattr(layer, self.conv_name).weight.detach().squeeze(1).float().T.contiguous().T}
+        """Those arguments."""
 
     def _state_size(self, layer: Any) -> tuple[int, ...]:
         """Of the state of a sequence; (): the convolution's is all."""
@@ -130,21 +132,12 @@ class _Operator(Guard):
         """What the last projection takes: [T, ..] of the hidden states [T, H]."""
 
 
-def _is_tiled(*sizes: int) -> bool:
-    """Whether heads are of sizes that the operators have."""
-    return all(size % 16 == 0 and 16 <= size <= 256 for size in sizes)
-
-
-def _decays(layer: Any) -> dict[str, torch.Tensor]:
-    return {"a": layer.A_log.detach().float().exp(), "dt_bias": layer.dt_bias.detach().float()}
-
-
 class _GatedDelta(_Operator):
     """Qwen3.5's layer, and Qwen3-Next's, whose projections are interleaved."""
 
     def _fits(self, layer: Any) -> bool:
         return (
-            _is_tiled(layer.head_k_dim, layer.head_v_dim)
+            {layer.head_k_dim, layer.head_v_dim}.issubset(ops.HEAD_SIZES)
             and layer.activation in ("silu", "swish")
             and layer.norm.activation in ("silu", "sigmoid")
             and layer.conv1d.bias is None
@@ -157,7 +150,8 @@ class _GatedDelta(_Operator):
         return [*super()._floats(layer), layer.A_log, layer.dt_bias, layer.norm.weight]
 
     def _made(self, layer: Any) -> dict[str, Any]:
-        return {**super()._made(layer), **_decays(layer), "norm": layer.norm.weight.detach().float()}
+        found = layer_weights(layer.conv1d.weight.squeeze(1), layer.A_log, layer.dt_bias)
+        return {**found, "norm": layer.norm.weight.detach().float()}
 
     def _projected(self, layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(qkv, z, ba) of the operator."""
@@ -177,7 +171,7 @@ class _StateSpace(_Operator):
     """Mamba-2. The steps have no limits, as in transformers' code for one token."""
 
     def _fits(self, layer: Any) -> bool:
-        return _is_tiled(layer.head_dim, layer.ssm_state_size) and layer.activation in ("silu", "swish")
+        return {layer.head_dim, layer.ssm_state_size}.issubset(ops.HEAD_SIZES) and layer.activation in ("silu", "swish")
 
     def _state_size(self, layer: Any) -> tuple[int, ...]:
         return layer.num_heads, layer.head_dim, layer.ssm_state_size
@@ -188,7 +182,8 @@ class _StateSpace(_Operator):
 
     def _made(self, layer: Any) -> dict[str, Any]:
         _, bias, *_, d, norm = (None if each is None else each.detach().float() for each in self._floats(layer))
-        return {**super()._made(layer), **_decays(layer), "conv_bias": bias, "d": d, "norm": norm}
+        found = layer_weights(layer.conv1d.weight.squeeze(1), layer.A_log, layer.dt_bias)
+        return {**found, "conv_bias": bias, "d": d, "norm": norm}
 
     def _compute(self, layer: Any, hidden_states: torch.Tensor, states: dict[str, torch.Tensor]) -> torch.Tensor:
         weights = self.weights(layer)
@@ -216,7 +211,8 @@ class _ShortConv(_Operator):
 
     def _made(self, layer: Any) -> dict[str, Any]:
         bias = layer.conv.bias
-        return {**super()._made(layer), "conv_bias": None if bias is None else bias.detach().float()}
+        weight = conv_rows(layer.conv.weight.squeeze(1))
+        return {"conv_weight": weight, "conv_bias": None if bias is None else bias.detach().float()}
 
     def _compute(self, layer: Any, hidden_states: torch.Tensor, states: dict[str, torch.Tensor]) -> torch.Tensor:
         return ops.short_conv(layer.in_proj(hidden_states), **self.weights(layer), **states)

@@ -167,9 +167,9 @@ class W4A8HfQuantizer(HfQuantizer):
         inference_only(model)
         if guard.device == "cpu":
             _convolve_in_float32(model)
+            use_operators(model)
             _teach_peft()
         refuse_resizing(model)
-        use_operators(model)
         multiply_once(model.get_output_embeddings())
         if self.quantization_config.fuse is not None and guard.device == "cpu":
             try:

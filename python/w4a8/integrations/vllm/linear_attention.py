@@ -17,6 +17,7 @@ from w4a8.integrations.vllm import settings
 from w4a8.integrations.vllm.config import is_ours
 from w4a8.integrations.vllm.loaded import after_loading, before_loading_again
 from w4a8.integrations.vllm.log import logger
+from w4a8.linear_attention import layer_weights
 from w4a8.ops import HEAD_SIZES, gated_delta
 
 _OPERATOR = "w4a8_gated_delta"
@@ -111,12 +112,12 @@ def core(qkv: torch.Tensor, z: torch.Tensor, ba: torch.Tensor, layer_name: str) 
         qkv[:tokens],
         z[:tokens],
         ba[:tokens],
-        *layer.w4a8_weights,
-        conv_state,
-        state,
-        step.non_spec_state_indices_tensor[:sequences],
-        step.non_spec_query_start_loc[: sequences + 1],
-        fresh,
+        **layer.w4a8_weights,
+        conv_state=conv_state,
+        state=state,
+        slots=step.non_spec_state_indices_tensor[:sequences],
+        query_start_loc=step.non_spec_query_start_loc[: sequences + 1],
+        fresh=fresh,
         key_heads=layer.num_k_heads // layer.tp_size,
         value_heads=layer.num_v_heads // layer.tp_size,
         norm_eps=layer.norm.eps,
@@ -133,13 +134,12 @@ def _forget(layer: Any) -> None:
     layer.w4a8_weights = None
 
 
-def _weights(layer: Any) -> tuple[torch.Tensor, ...]:
+def _weights(layer: Any) -> dict[str, torch.Tensor]:
     """conv_weight, a, dt_bias and norm of gated_delta, as float32."""
     from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import _unpacked_conv_weight
 
-    weight = _unpacked_conv_weight(layer).detach().float().t().contiguous().t()
-    a, dt_bias, norm = (each.detach().float() for each in (layer.A_log, layer.dt_bias, layer.norm.weight))
-    return weight, a.exp(), dt_bias, norm
+    found = layer_weights(_unpacked_conv_weight(layer), layer.A_log, layer.dt_bias)
+    return {**found, "norm": layer.norm.weight.detach().float()}
 
 
 def _states(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
