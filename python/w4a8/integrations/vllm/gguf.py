@@ -118,8 +118,9 @@ class W4A8GGUFConfig(PulledConfig):
 
     def weight(self, name: str) -> Weight | Floats:
         """A tensor of two dimensions."""
-        linears = copy.copy(linears_of(self.path))
+        linears = linears_of(self.path)
         if linears.architecture.model == "Llama4":  # vLLM turns rows of q and k of the tensors that it loads
+            linears = copy.copy(linears)
             linears.architecture = replace(linears.architecture, turned=True)
         return weight_of(linears, name)
 
