@@ -44,6 +44,7 @@ class Family:
         one_more: a norm multiplies by 1 + weight. vLLM has a class for such norms.
         interleaved: channels of a head that are turned together are neighbours, not in two halves. vLLM's layers say so
             themselves.
+        turns_windows_alone: if some layers have a window, the others have no rotary embeddings. In transformers.
         router: the router's attribute in the module with experts.
         shared: attributes of the module with experts in transformers: the shared expert and its gate; "": none.
         is_latent: attention is latent (MLA), which runs in one call in vLLM alone.
@@ -61,6 +62,7 @@ class Family:
     norms: Norms = _TWO
     one_more: bool = False
     interleaved: bool = False
+    turns_windows_alone: bool = False
     router: str = "gate"
     shared: tuple[str, str] = ("", "")
     is_latent: bool = False
@@ -99,7 +101,7 @@ FAMILIES = {
     ),
     "gemma3_text": Family("gemma3.Gemma3", refuses=("use_bidirectional_attention",), norms=_FOUR, one_more=True),
     "ernie4_5": Family(interleaved=True),
-    "exaone4": Family(norms=_BEHIND),
+    "exaone4": Family(norms=_BEHIND, turns_windows_alone=True),
     "glm4": Family(norms=_FOUR_OF_GLM, interleaved=True),
     "granite": Family(),
     "olmo2": Family(norms=_BEHIND),

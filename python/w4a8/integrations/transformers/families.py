@@ -90,7 +90,9 @@ class Stack:
         self.decoder = Decoder(
             self._norm(norm), head.packed if packed else None, hidden_size=config.hidden_size, eps=self.eps
         )
-        types = getattr(config, "layer_types", None) or ["full_attention"] * len(layers)
+        window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+        same = "full_attention" if window is None else "sliding_attention"  # where the config does not list types
+        types = getattr(config, "layer_types", None) or [same] * len(layers)
         by_type = isinstance(next(iter(config.rope_parameters.values()), None), dict)
         self.rope_types = sorted(set(types)) if by_type else [None]
         for layer_type in self.rope_types:
@@ -98,7 +100,7 @@ class Stack:
             rope = parameters.get("rope_type", "default")
             _require(rope in _ROPES, f"rotary embeddings of type {rope} depend on the length of the text")
         for layer, layer_type in zip(layers, types):
-            self._add(layer, self.rope_types.index(layer_type) if by_type else 0)
+            self._add(layer, layer_type, self.rope_types.index(layer_type) if by_type else 0)
         self.heads = [(layer.self_attn.head_dim, self._kv_heads(layer.self_attn)) for layer in layers]
         self.ropes: list[torch.Tensor] = []
         self.positions = 0
@@ -127,7 +129,7 @@ class Stack:
         """Packed matrices that are one in some models."""
         return [self._packed(parent, part) for part in ((whole,) if hasattr(parent, whole) else parts)]
 
-    def _add(self, layer: Any, rope: int) -> None:
+    def _add(self, layer: Any, layer_type: str, rope: int) -> None:
         config, attention, mlp = self.config, self._part(layer, "self_attn"), self._part(layer, "mlp")
         fields: dict[str, Any] = {name: self._norm(self._part(layer, at)) for name, at in self.family.norms}
         for name in ("q_norm", "k_norm"):
@@ -135,14 +137,10 @@ class Stack:
                 fields[name] = self._norm(self._part(attention, name))
         if getattr(attention, "sinks", None) is not None:
             fields["sinks"] = attention.sinks.detach()
-        # Of the layer if layers differ, else of the config; None: no window.
-        of_all = None if hasattr(type(config), "layer_types") else getattr(config, "sliding_window", None)
-        window = getattr(attention, "sliding_window", of_all)
-        if not getattr(config, "use_sliding_window", True):
-            window = None
+        window = (config.sliding_window or 0) if layer_type == "sliding_attention" else 0
         turns = getattr(attention, "use_rope", True)
-        if hasattr(attention, "is_sliding"):  # EXAONE 4
-            turns, window = window is None or attention.is_sliding, window if attention.is_sliding else None
+        if self.family.turns_windows_alone and config.sliding_window is not None:
+            turns = window > 0
         experts = hasattr(mlp, "experts")
         shared, gate = self.family.shared
         dense = (self._part(mlp, shared) if shared else None) if experts else mlp
@@ -159,7 +157,7 @@ class Stack:
             self._joined(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj")),
             self._packed(attention, "o_proj"), gate_up, down,
             heads=attention.o_proj.in_features // attention.head_dim, kv_heads=self._kv_heads(attention),
-            head_size=attention.head_dim, scale=float(attention.scaling), kind=self.kind, window=window or 0,
+            head_size=attention.head_dim, scale=float(attention.scaling), kind=self.kind, window=window,
             soft_cap=float(getattr(attention, "attn_logit_softcapping", None) or 0.0),
             rope=rope if turns else -1, interleaved=self.family.interleaved,
             residual=float(getattr(layer, "residual_multiplier", 1.0)), **fields,
