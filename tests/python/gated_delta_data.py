@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import torch
+from common import KERNELS, assert_same_bits
 
 import w4a8
 
@@ -14,6 +15,35 @@ def sequence_arguments(lengths, slots, fresh):
         "query_start_loc": torch.tensor([0, *lengths]).cumsum(0).int(),
         "fresh": torch.tensor([fresh] * len(lengths) if isinstance(fresh, bool) else fresh, dtype=torch.bool),
     }
+
+
+def states_of(conv_size, state_size, dtype, seed):
+    """Of NaN, which fresh sequences must not see; random ones with a seed."""
+    conv, state = torch.full(conv_size, torch.nan), torch.full(state_size, torch.nan)
+    if seed is not None:
+        g = torch.Generator().manual_seed(seed)
+        conv, state = (torch.randn(part.shape, generator=g) * 0.3 for part in (conv, state))
+    return {"conv_state": conv.to(dtype), "state": state}
+
+
+def same_bits_of_kernels_and_threads(layer, inputs):
+    """The output and both states for 90 tokens, of which one is a sequence; asserts the bits."""
+    results = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 7):
+            torch.set_num_threads(threads)
+            for kernel in KERNELS:
+                with w4a8.use_kernel(kernel):
+                    states = layer.states(2, seed=5)
+                    out = layer.call(inputs, states, [1, 89], fresh=[False, True])
+                results.append((f"{kernel} on {threads}", [out, *states.values()]))
+    finally:
+        torch.set_num_threads(before)
+    for what, tensors in results[1:]:
+        for tensor, expected in zip(tensors, results[0][1]):
+            assert_same_bits(tensor, expected, what)
+    return results[0][1]
 
 
 @dataclass
@@ -52,13 +82,8 @@ class Layer:
         return {name: torch.randn(tokens, *size, generator=g).to(self.dtype) for name, size in sizes.items()}
 
     def states(self, slots, dtype=None, seed=None):
-        """Of NaN, which fresh sequences must not see; random ones with a seed."""
-        conv = torch.full((slots, self.width - 1, self.channels), torch.nan)
-        state = torch.full((slots, self.value_heads, self.key_size, self.value_size), torch.nan)
-        if seed is not None:
-            g = torch.Generator().manual_seed(seed)
-            conv, state = (torch.randn(part.shape, generator=g) * 0.3 for part in (conv, state))
-        return {"conv_state": conv.to(dtype or self.dtype), "state": state}
+        state = slots, self.value_heads, self.key_size, self.value_size
+        return states_of((slots, self.width - 1, self.channels), state, dtype or self.dtype, seed)
 
     def arguments(self, inputs, states, lengths, slots=None, fresh=False):
         return {

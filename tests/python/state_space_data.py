@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 import torch
-from gated_delta_data import sequence_arguments
+from gated_delta_data import sequence_arguments, states_of
 
 import w4a8
 
@@ -54,13 +54,8 @@ class StateSpace:
         return inputs if self.gated else {**inputs, "z": None}
 
     def states(self, slots, dtype=None, seed=None):
-        """Of NaN, which fresh sequences must not see; random ones with a seed."""
-        conv = torch.full((slots, self.width - 1, self.rows), torch.nan)
-        state = torch.full((slots, self.heads, self.channels, self.state_size), torch.nan)
-        if seed is not None:
-            g = torch.Generator().manual_seed(seed)
-            conv, state = (torch.randn(part.shape, generator=g) * 0.3 for part in (conv, state))
-        return {"conv_state": conv.to(dtype or self.dtype), "state": state}
+        state = slots, self.heads, self.channels, self.state_size
+        return states_of((slots, self.width - 1, self.rows), state, dtype or self.dtype, seed)
 
     def arguments(self, inputs, states, lengths, slots=None, fresh=False):
         return {

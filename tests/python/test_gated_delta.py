@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from common import DTYPES, KERNELS, assert_same_bits
-from gated_delta_data import Layer
+from gated_delta_data import Layer, same_bits_of_kernels_and_threads
 
 import w4a8
 
@@ -78,22 +78,7 @@ def test_cuts_change_no_bit(name, cut):
 @pytest.mark.parametrize("name", LAYERS)
 def test_kernels_and_threads_change_no_bit(name):
     layer = Layer(**LAYERS[name])
-    inputs = layer.inputs(90)
-    results = []
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 7):
-            torch.set_num_threads(threads)
-            for kernel in KERNELS:
-                with w4a8.use_kernel(kernel):
-                    states = layer.states(2, seed=5)
-                    out = layer.call(inputs, states, [1, 89], fresh=[False, True])
-                results.append((f"{kernel} on {threads}", [out, *states.values()]))
-    finally:
-        torch.set_num_threads(before)
-    for what, tensors in results[1:]:
-        for tensor, expected in zip(tensors, results[0][1]):
-            assert_same_bits(tensor, expected, what)
+    same_bits_of_kernels_and_threads(layer, layer.inputs(90))
 
 
 def test_neighbours_and_slots_change_no_bit():

@@ -6,7 +6,8 @@ import re
 
 import pytest
 import torch
-from common import DTYPES, KERNELS, assert_same_bits
+from common import DTYPES, assert_same_bits
+from gated_delta_data import same_bits_of_kernels_and_threads
 from state_space_data import ShortConv, StateSpace
 
 import w4a8
@@ -106,28 +107,14 @@ def test_a_call_that_is_cut():
 def test_kernels_threads_and_neighbours_change_no_bit(name):
     layer = make(name)
     inputs = layer.inputs(90)
-    results = []
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2, 7):
-            torch.set_num_threads(threads)
-            for kernel in KERNELS:
-                with w4a8.use_kernel(kernel):
-                    states = layer.states(2, seed=5)
-                    out = layer.call(inputs, states, [1, 89], fresh=[False, True])
-                results.append((f"{kernel} on {threads}", [out, *states.values()]))
-    finally:
-        torch.set_num_threads(before)
-    for what, tensors in results[1:]:
-        for tensor, expected in zip(tensors, results[0][1]):
-            assert_same_bits(tensor, expected, what)
+    expected_out, *expected_states = same_bits_of_kernels_and_threads(layer, inputs)
     states = layer.states(4)
     for key, part in layer.states(2, seed=5).items():
         states[key][3] = part[0]
     turned = {key: None if part is None else torch.cat([part[1:], part[:1]]) for key, part in inputs.items()}
     out = layer.call(turned, states, [89, 1], slots=[1, 3], fresh=[True, False])
-    assert_same_bits(torch.cat([out[89:], out[:89]]), results[0][1][0])
-    for (key, part), expected in zip(states.items(), results[0][1][1:]):
+    assert_same_bits(torch.cat([out[89:], out[:89]]), expected_out)
+    for (key, part), expected in zip(states.items(), expected_states):
         assert_same_bits(part[[3, 1]], expected, key)
         assert part[[0, 2]].isnan().all()
 
