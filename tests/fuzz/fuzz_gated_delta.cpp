@@ -1,54 +1,26 @@
 // Bytes -> sequences of a layer of the gated delta rule, in several calls: for every kernel, on one worker and on
 // three, the bits of outputs and states are those of the reference, and nothing else is written or read.
-#include <algorithm>
-#include <set>
-
-#include "bytes.h"
 #include "gated_delta_problem.h"
-#include "naive.h"
+#include "sequences.h"
 
 namespace w4a8::fuzz {
 namespace {
-
-constexpr DType kDTypes[] = {DType::kFloat32, DType::kBFloat16, DType::kFloat16};
-constexpr int64_t kSizes[] = {16, 32, 48, 64, 80, 128, 144, 256};
-constexpr float kEps[] = {1e-6f, 1e-5f, 1.0f, 1e-40f};
-constexpr std::size_t kMostCalls = 4;
-constexpr int64_t kMostWork = 1 << 20;  // numbers of states, times tokens: more than is left to one worker
 
 test::DeltaProblem make_problem(Bytes& in) {
   test::DeltaProblem p;
   p.layer.key_heads = in.integer(1, 3);
   p.layer.group = in.integer(1, 3);
-  p.layer.key_size = in.pick(kSizes);
-  p.layer.value_size = in.pick(kSizes);
+  p.layer.key_size = in.pick(kHeadSizes);
+  p.layer.value_size = in.pick(kHeadSizes);
   p.layer.width = in.integer(2, kMostWidth);
   p.layer.of_channels = in.flag();
   p.layer.sigmoid_gate = in.flag();
-  p.layer.norm_eps = in.pick(kEps);
-  p.dtype = in.pick(kDTypes);
-  p.conv_dtype = in.pick(kDTypes);
+  p.layer.norm_eps = in.pick(kNormEps);
+  p.dtype = in.pick(kRowTypes);
+  p.conv_dtype = in.pick(kRowTypes);
   p.pad = in.integer(0, 3);
   p.transposed = in.flag();
-  p.guard = in.flag() ? test::Guard::kBefore : test::Guard::kAfter;
-  const int64_t count = in.integer(1, 3);
-  const int64_t most = std::max<int64_t>(1, kMostWork / (p.layer.states() * count));
-  std::vector<int64_t> lengths;
-  for (int64_t b = 0; b < count; ++b) {
-    lengths.push_back(std::min(in.integer(1, in.flag() ? 200 : 10), most));
-    p.fresh.push_back(in.flag());
-  }
-  fill(p, lengths, [&](int64_t numbers, float spread) { return floats(in, numbers, spread); });
-  std::vector<int64_t> left = lengths;
-  while (std::any_of(left.begin(), left.end(), [](int64_t n) { return n > 0; })) {
-    const bool last = p.calls.size() + 1 == kMostCalls;
-    std::vector<int64_t> counts;
-    for (int64_t& n : left) {
-      counts.push_back(last ? n : std::min(n, in.integer(0, 100)));
-      n -= counts.back();
-    }
-    p.calls.push_back(counts);
-  }
+  draw_sequences(in, p.layer.states(), p);
   return p;
 }
 
@@ -57,14 +29,6 @@ test::DeltaProblem make_problem(Bytes& in) {
 
 extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, std::size_t size) {
   w4a8::fuzz::Bytes in(data, size);
-  const w4a8::test::DeltaProblem problem = w4a8::fuzz::make_problem(in);
-  std::set<const w4a8::LinearAttentionFunctions*> seen;  // kernels share them
-  for (const w4a8::Kernel* kernel : w4a8::test::supported_kernels()) {
-    if (!seen.insert(kernel->linear_attention).second) continue;
-    for (const int workers : {1, 3}) {
-      const std::string wrong = difference(problem, *kernel, workers);
-      w4a8::fuzz::require(wrong.empty(), "gated delta rule, " + wrong);
-    }
-  }
+  w4a8::fuzz::require_reference(w4a8::fuzz::make_problem(in), "gated delta rule");
   return 0;
 }
