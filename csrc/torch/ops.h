@@ -94,15 +94,23 @@ Tensor short_conv_cpu(const Tensor& bcx, const Tensor& conv_weight, const Option
 decltype(short_conv_cpu) short_conv_meta;
 
 Tensor decoder_create_cpu(const Tensor& norm, const OptionalTensor& head, int64_t hidden_size, double eps);
-void decoder_add_layer_cpu(const Tensor& decoder, Tensors qkv, const Tensor& out, Tensors gate_up,
-                           const OptionalTensor& down, int64_t heads, int64_t kv_heads, int64_t head_size, double scale,
-                           Text kind, int64_t window, bool drops_pages, double soft_cap, const OptionalTensor& sinks,
+void decoder_add_layer_cpu(const Tensor& decoder, Tensors gate_up, const OptionalTensor& down,
                            const OptionalTensor& input_norm, const OptionalTensor& attention_norm,
                            const OptionalTensor& mlp_input_norm, const OptionalTensor& mlp_norm,
-                           const OptionalTensor& q_norm, const OptionalTensor& k_norm, int64_t rope, bool interleaved,
-                           int64_t activation_kind, double residual, const OptionalTensor& qkv_bias,
-                           const OptionalTensor& out_bias, const OptionalTensor& q_up, const OptionalTensor& k_up,
-                           const OptionalTensor& v_up);
+                           int64_t activation_kind, double residual);
+void decoder_add_attention_cpu(const Tensor& decoder, Tensors qkv, const Tensor& out, int64_t heads, int64_t kv_heads,
+                               int64_t head_size, double scale, Text kind, int64_t window, bool drops_pages,
+                               double soft_cap, const OptionalTensor& sinks, const OptionalTensor& q_norm,
+                               const OptionalTensor& k_norm, int64_t rope, bool interleaved,
+                               const OptionalTensor& qkv_bias, const OptionalTensor& out_bias, bool gated,
+                               const OptionalTensor& q_up, const OptionalTensor& k_up, const OptionalTensor& v_up);
+void decoder_add_linear_attention_cpu(const Tensor& decoder, Tensors projections, const OptionalTensor& gates,
+                                      const Tensor& out, const Tensor& conv_weight, Text kind, int64_t key_heads,
+                                      int64_t value_heads, int64_t key_size, int64_t value_size,
+                                      const OptionalTensor& conv_bias, const OptionalTensor& a,
+                                      const OptionalTensor& dt_bias, const OptionalTensor& d,
+                                      const OptionalTensor& norm, double norm_eps, Text gate, int64_t norm_groups,
+                                      bool norm_first, bool interleaved);
 void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const OptionalTensor& router_bias,
                              const Tensor& w13_packed, const Tensor& w2_packed, int64_t top_k, bool renormalize,
                              Text scoring_func, Optional<int64_t> num_expert_group, Optional<int64_t> topk_group,
@@ -111,6 +119,7 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
                              Optional<double> alpha, Optional<double> beta);
 Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tensor& positions, Tensors caches,
                         Tensors block_tables, const Tensor& seq_lens, const Tensor& query_start_loc, Tensors ropes,
+                        Tensors conv_states, Tensors states, Tensors slots, const OptionalTensor& fresh,
                         const OptionalTensor& rows, const OptionalTensor& normed, int64_t threads);
 void decoder_destroy_cpu(const Tensor& decoder);
 

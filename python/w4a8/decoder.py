@@ -5,9 +5,27 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+
+_FIELDS_OF_LAYER = {"input_norm", "attention_norm", "mlp_input_norm", "mlp_norm", "activation_kind", "residual"}
+
+
+class States(NamedTuple):
+    """The states of a step's layers with linear attention, which are changed in place (:mod:`w4a8.linear_attention`).
+
+    Attributes:
+        conv_states: one of each of these layers, [slots, width - 1, channels].
+        states: one of each that has a state beside the convolution's, float32 [slots, heads, rows, columns].
+        slots: int32 [B], the slot of each sequence in all of them; one tensor for all layers, or one of each.
+        fresh: bool [B]: the sequence begins here.
+    """
+
+    conv_states: Sequence[torch.Tensor]
+    states: Sequence[torch.Tensor]
+    slots: Sequence[torch.Tensor]
+    fresh: torch.Tensor | None
 
 
 class Decoder:
@@ -35,26 +53,63 @@ class Decoder:
 
     def add_layer(
         self,
-        qkv: Sequence[torch.Tensor],
-        out: torch.Tensor,
+        qkv: Sequence[torch.Tensor] = (),
+        out: torch.Tensor | None = None,
         gate_up: Sequence[torch.Tensor] = (),
         down: torch.Tensor | None = None,
         **fields: Any,
     ) -> None:
         """Adds a layer: ``x += attention(norm(x))``, then ``x += mlp(norm(x))``.
 
+        :meth:`add_linear_attention` and :meth:`add_experts` may follow. What a layer does not get is left out.
+
         Args:
             qkv: packed q, k and v; q and k, k and v, or all three may be one matrix. Latent attention: docs/decoder.md.
+                Empty, without out: no attention.
             out: packed, the output projection of attention.
-            gate_up: packed gate and up, or one matrix of both. Empty, without down, if :meth:`add_experts` follows.
+            gate_up: packed gate and up, or one matrix of both. Empty, without down: no MLP.
             down: packed.
-            **fields: the other arguments of the operator ``decoder_add_layer`` (docs/decoder.md).
+            **fields: the other arguments of the operators ``decoder_add_layer`` and ``decoder_add_attention``
+                (docs/decoder.md).
+
+        Raises:
+            RuntimeError: sizes do not fit; names the argument. The decoder then cannot be used any more.
+        """
+        of_layer = {name: fields.pop(name) for name in _FIELDS_OF_LAYER & fields.keys()}
+        try:
+            with torch.no_grad():
+                torch.ops.w4a8.decoder_add_layer(self._number, list(gate_up), down, **of_layer)
+                if qkv or out is not None or fields:
+                    torch.ops.w4a8.decoder_add_attention(self._number, list(qkv), out, **fields)
+        except Exception:
+            self._end()  # a part of the layer may be there
+            raise
+
+    def add_linear_attention(
+        self,
+        projections: Sequence[torch.Tensor],
+        gates: torch.Tensor | None,
+        out: torch.Tensor,
+        conv_weight: torch.Tensor,
+        **fields: Any,
+    ) -> None:
+        """Gives the last layer linear attention (:mod:`w4a8.linear_attention`).
+
+        Args:
+            projections: packed, of what the operator of ``kind`` takes: ``gated_delta`` qkv, z, b and a;
+                ``state_space`` z, xbc and dt; ``short_conv`` B, C and x. Neighbours may be one matrix.
+            gates: floating [n, hidden_size], the projections b and a, or dt, which ``projections`` then end without.
+            out: packed, the output projection.
+            conv_weight: floating [channels, width].
+            **fields: ``kind``, and the other arguments of the operator ``decoder_add_linear_attention``.
 
         Raises:
             RuntimeError: sizes do not fit; names the argument.
         """
         with torch.no_grad():
-            torch.ops.w4a8.decoder_add_layer(self._number, list(qkv), out, list(gate_up), down, **fields)
+            torch.ops.w4a8.decoder_add_linear_attention(
+                self._number, list(projections), gates, out, conv_weight, **fields
+            )
 
     def add_experts(
         self, router: torch.Tensor, router_bias: torch.Tensor | None, w13: torch.Tensor, w2: torch.Tensor, **fields: Any
@@ -83,20 +138,23 @@ class Decoder:
         rows: torch.Tensor | None = None,
         normed: torch.Tensor | None = None,
         threads: int = 0,
+        states: States | None = None,
     ) -> torch.Tensor:
         """Runs all layers for new tokens.
 
         Args:
             hidden: floating [tokens, hidden_size], the input of the first layer.
             positions: int64 [tokens], rows of the tables in ``ropes``.
-            caches: one of each layer, uint8 or int8 [pages, kv_heads, bytes]; keys and values are written there.
+            caches: one of each layer with attention, uint8 or int8 [pages, kv_heads, bytes]; keys and values are
+                written there.
             tables: block_table, seq_lens and query_start_loc of ``paged_attention``; block_table may be a sequence
-                with one table of each layer.
+                with one table of each layer with attention.
             ropes: tables, float32 [positions, 2 * half]: cosines, then sines.
             rows: int64 [rows], the tokens that get a result; None: all tokens.
             normed: None, or an output, contiguous, of hidden's shape and dtype: the last norm's rows of all tokens.
             threads: number of threads that compute; 0: torch's number. A step makes the team of threads if torch has
                 the same number of threads. Without a team the calling thread computes alone.
+            states: of the layers with linear attention, if there are any.
 
         Returns:
             [rows, out_features of the head] in hidden's dtype; without a head [rows, hidden_size].
@@ -106,8 +164,9 @@ class Decoder:
         """
         pages, *lengths = tables
         pages = [pages] if isinstance(pages, torch.Tensor) else pages
+        states = states or States([], [], [], None)
         return torch.ops.w4a8.decoder_step(
-            self._number, hidden, positions, caches, pages, *lengths, ropes, rows, normed, threads
+            self._number, hidden, positions, caches, pages, *lengths, ropes, *states, rows, normed, threads
         )
 
 

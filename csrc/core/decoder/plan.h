@@ -7,6 +7,9 @@
 #include "core/decoder/experts.h"
 #include "core/decoder/products.h"
 #include "core/layout.h"
+#include "core/linear_attention/gated_delta.h"
+#include "core/linear_attention/short_conv.h"
+#include "core/linear_attention/state_space.h"
 #include "core/moe/routing.h"
 #include "kernels/attention/attention.h"
 #include "kernels/kernel.h"
@@ -34,8 +37,9 @@ struct LatentPlan {
 };
 
 struct AttentionPlan {
-  Products qkv;  ///< q, k and v; or one matrix of the three. Latent: q, or what q_up takes, and the latent row
-  Products out;
+  Products qkv;        ///< q, k and v; or one matrix of the three. Latent: q, or what q_up takes, and the latent row
+  Products out;        ///< none: the layer has no attention
+  bool gated = false;  ///< behind each head of q are as many numbers, whose sigmoid multiplies the head's result
   const float* qkv_bias = nullptr;  ///< [q, k and v], added to the results of qkv; null: none
   const float* out_bias = nullptr;  ///< [hidden]
   int64_t heads = 0;
@@ -54,13 +58,52 @@ struct AttentionPlan {
   const float* sinks = nullptr;  ///< [heads]
   LatentPlan latent;
 
-  int64_t q_size() const { return heads * (latent ? latent.nope + turned_size() : head_size); }
+  int64_t q_stride() const { return latent ? latent.nope + turned_size() : head_size * (gated ? 2 : 1); }  ///< of heads
+  int64_t q_size() const { return heads * q_stride(); }
   int64_t kv_size() const { return kv_heads * head_size; }
   /// Channels of a head that may be turned.
   int64_t turned_size() const { return latent ? head_size - latent.rank : head_size; }
   int64_t value_size() const { return latent ? latent.rank : head_size; }  ///< of a head in the cache
   /// Values of attention that out takes.
   int64_t out_size() const { return heads * (latent ? latent.value_size : head_size); }
+};
+
+/// Rows of floats that activations are multiplied with, each by itself: routers and gates.
+struct FloatMatrix {
+  const void* rows = nullptr;  ///< [n, k] of type; null: none
+  DType type = DType::kFloat32;
+  int64_t n = 0;
+  explicit operator bool() const { return rows != nullptr; }
+};
+
+/// Linear attention: a layer whose past is a state of a fixed size (core/linear_attention).
+struct LinearPlan {
+  enum class Kind { kGatedDelta, kStateSpace, kShortConv };
+  Kind kind = Kind::kGatedDelta;
+  Products in;        ///< side by side: queries, keys and values, z, b, a; or z, xbc, dt; or B, C, x
+  FloatMatrix gates;  ///< b and a, or dt, which then are not in `in`
+  Products out;       ///< none: the layer has no linear attention
+  GatedDeltaLayer delta = {};
+  StateSpaceLayer space = {};
+  bool interleaved = false;            ///< gated delta: all parts of a key head are next to each other
+  const float* conv_weight = nullptr;  ///< [width, channels]
+  const float* conv_bias = nullptr;    ///< [channels]; null: none
+  int64_t width = 0;
+  int64_t channels = 0;  ///< of the convolution
+
+  bool has_state() const { return kind != Kind::kShortConv; }  ///< beside the convolution's
+  /// Numbers of a token that out takes.
+  int64_t out_size() const {
+    if (kind == Kind::kGatedDelta) return delta.value_heads * delta.value_size;
+    return kind == Kind::kStateSpace ? space.width() : channels;
+  }
+  /// Of b and a, or of dt.
+  int64_t gates_size() const {
+    if (kind == Kind::kGatedDelta) return 2 * delta.value_heads;
+    return kind == Kind::kStateSpace ? space.heads : 0;
+  }
+  /// Of the others.
+  int64_t in_size() const { return has_state() ? channels + out_size() : 3 * channels; }
 };
 
 /// act(gate) * up, then down.
@@ -71,8 +114,7 @@ struct MlpPlan {
 };
 
 struct ExpertsPlan {
-  const void* router = nullptr;  ///< [experts, hidden] of router_type
-  DType router_type = DType::kFloat32;
+  FloatMatrix router;                  ///< [experts, hidden]; none: no experts
   const float* router_bias = nullptr;  ///< [experts], added to the logits; null: none
   RoutingArgs routing = {};            ///< logits, weights, ids and tokens are set in a step
   const uint8_t* w13 = nullptr;        ///< as in MoeArgs
@@ -85,15 +127,20 @@ struct ExpertsPlan {
   const float* shared_gate = nullptr;  ///< [hidden]: factor sigmoid(x * gate) of LayerPlan::mlp's output; null: 1
 };
 
+/// Attention, or linear attention, or neither; then an MLP, experts, both or neither.
 struct LayerPlan {
   NormPlan before_attention;
   AttentionPlan attention;
+  LinearPlan linear;
   NormPlan after_attention;  ///< of attention's output, before it is added
   NormPlan before_mlp;
-  MlpPlan mlp;          ///< beside experts: the shared expert, or none
-  ExpertsPlan experts;  ///< router null: none
+  MlpPlan mlp;  ///< beside experts: the shared expert, or none
+  ExpertsPlan experts;
   NormPlan after_mlp;
   float residual = 1.0f;  ///< factor of both outputs before they are added
+
+  bool attends() const { return bool{attention.out}; }
+  bool has_mlp() const { return experts.router || mlp.down; }
 };
 
 struct DecoderPlan {

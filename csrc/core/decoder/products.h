@@ -29,8 +29,9 @@ class Products {
   explicit operator bool() const { return !matrices_.empty(); }
   int64_t k() const { return matrices_.front().shape.k; }
   int64_t n() const { return n_; }
+  std::size_t count() const { return matrices_.size(); }
   int64_t columns_of(std::size_t matrix) const { return matrices_[matrix].shape.n; }
-  static constexpr std::size_t kMostMatrices = 3;
+  static constexpr std::size_t kMostMatrices = 4;
 
   /// Cuts the work of a few rows for this many workers. following: the next products, whose weights are fetched
   /// meanwhile; it must not move.

@@ -5,6 +5,7 @@
 #include "core/decoder/rows.h"
 #include "core/moe/fused_moe.h"
 #include "core/split.h"
+#include "kernels/linear_attention/linear_attention.h"
 
 namespace w4a8 {
 namespace {
@@ -21,11 +22,19 @@ struct Buffers {
     int64_t gate_up_size = 0;
     int64_t expert_count = 0;
     int64_t top_k = 0;
+    int64_t gates_size = 0;
+    int64_t mixed_size = 0;
     bool shares = false;
     for (const LayerPlan& layer : plan.layers) {
-      qkv_size = std::max(qkv_size, layer.attention.qkv.n());
       const AttentionPlan& attention = layer.attention;
+      const LinearPlan& linear = layer.linear;
+      qkv_size = std::max({qkv_size, attention.qkv.n(), linear.in.n()});
       attended_size = std::max(attended_size, attention.heads * attention.value_size());
+      if (linear.out) {
+        attended_size = std::max(attended_size, linear.out_size());
+        if (linear.gates) gates_size = std::max(gates_size, linear.gates_size());
+        if (linear.interleaved) mixed_size = std::max(mixed_size, linear.in_size() + linear.gates_size());
+      }
       if (attention.latent) {
         latent_size = std::max(latent_size, attention.heads * attention.head_size);
         value_size = std::max(value_size, attention.out_size());
@@ -35,7 +44,7 @@ struct Buffers {
         }
       }
       if (layer.mlp.down) gate_up_size = std::max(gate_up_size, layer.mlp.gate_up.n());
-      if (layer.experts.router != nullptr) {
+      if (layer.experts.router) {
         shares = shares || layer.mlp.down;
         expert_count = std::max(expert_count, layer.experts.routing.experts);
         top_k = std::max(top_k, layer.experts.routing.top_k);
@@ -44,6 +53,8 @@ struct Buffers {
     normed = slicer.take<float>(m * plan.hidden);
     qkv = slicer.take<float>(m * qkv_size);
     attended = slicer.take<float>(m * attended_size);
+    gates = slicer.take<float>(m * gates_size);
+    mixed = slicer.take<float>(m * mixed_size);
     q_low = slicer.take<float>(m * q_rank);
     q = slicer.take<float>(m * q_size);
     latent = slicer.take<float>(m * latent_size);
@@ -61,6 +72,8 @@ struct Buffers {
   float* normed;
   float* qkv;
   float* attended;
+  float* gates;
+  float* mixed;
   float* q_low;
   float* q;
   float* latent;
@@ -83,22 +96,30 @@ class Step {
       : kernel_(kernel), team_(team), workspace_(workspace), plan_(plan), args_(args), b_(buffers), m_(args.tokens) {}
 
   void run() {
-    for (std::size_t i = 0; i < plan_.layers.size(); ++i) {
-      const LayerPlan& layer = plan_.layers[i];
-      if (layer.attention.latent) {
-        latent_attention(layer, args_.caches[i]);
-      } else {
-        attention(layer, args_.caches[i]);
+    const PagedCache* cache = args_.caches;
+    const LinearStates* states = args_.states;
+    for (const LayerPlan& layer : plan_.layers) {
+      if (layer.attends() || layer.linear.out) {
+        norm(layer.before_attention, args_.x, b_.normed);
+        if (layer.linear.out) {
+          linear_attention(layer.linear, *states++);
+        } else if (layer.attention.latent) {
+          latent_attention(layer.attention, *cache++);
+        } else {
+          attention(layer.attention, *cache++);
+        }
+        add(layer.after_attention, layer.residual);
       }
-      add(layer.after_attention, layer.residual);
-      norm(layer.before_mlp, args_.x, b_.normed);
-      if (layer.experts.router == nullptr) {
-        mlp(layer.mlp, b_.y);
-      } else {
-        experts(layer.experts);
-        if (layer.mlp.down) share_mlp(layer);
+      if (layer.has_mlp()) {
+        norm(layer.before_mlp, args_.x, b_.normed);
+        if (layer.experts.router) {
+          experts(layer.experts);
+          if (layer.mlp.down) share_mlp(layer);
+        } else {
+          mlp(layer.mlp, b_.y);
+        }
+        add(layer.after_mlp, layer.residual);
       }
-      add(layer.after_mlp, layer.residual);
     }
     finish();
   }
@@ -140,9 +161,7 @@ class Step {
     });
   }
 
-  void attention(const LayerPlan& layer, const PagedCache& cache) {
-    const AttentionPlan& plan = layer.attention;
-    norm(layer.before_attention, args_.x, b_.normed);
+  void attention(const AttentionPlan& plan, const PagedCache& cache) {
     plan.qkv.multiply(kernel_, team_, workspace_, b_.normed, m_, b_.qkv);
     const FloatRows q = plan.qkv.columns(b_.qkv, m_, 0);
     const FloatRows k = plan.qkv.columns(b_.qkv, m_, plan.q_size());
@@ -153,19 +172,56 @@ class Step {
         add_scaled(plan.qkv_bias + plan.q_size(), 1.0f, plan.kv_size(), k.row(r));
         add_scaled(plan.qkv_bias + plan.q_size() + plan.kv_size(), 1.0f, plan.kv_size(), v.row(r));
       }
-      prepare_heads(plan, plan.q_norm, plan.heads, r, q.row(r));
-      prepare_heads(plan, plan.k_norm, plan.kv_heads, r, k.row(r));
+      prepare_heads(plan, plan.q_norm, plan.heads, plan.q_stride(), r, q.row(r));
+      prepare_heads(plan, plan.k_norm, plan.kv_heads, plan.head_size, r, k.row(r));
     });
     const NewTokens tokens = {k.data, v.data, k.stride, plan.head_size, v.stride, plan.head_size, DType::kFloat32};
     write_cache(kernel_, team_, cache, tokens, plan.drops_pages ? plan.window : 0);
-    look_up(plan, cache, q);
+    look_up(plan, cache, q, plan.q_stride());
+    if (plan.gated) gate_heads(plan, q);
     project(plan, b_.attended);
   }
 
+  // The result of each head, times the sigmoid of what is behind the head of q.
+  void gate_heads(const AttentionPlan& plan, FloatRows q) {
+    const int64_t n = plan.head_size;
+    for_rows(m_, [&](int64_t r) {
+      float factors[kMostStateSize];
+      for (int64_t h = 0; h < plan.heads; ++h) {
+        kernel_.linear_attention->sigmoids(q.row(r) + h * plan.q_stride() + n, n, factors);
+        float* out = b_.attended + (r * plan.heads + h) * n;
+        for (int64_t i = 0; i < n; ++i) out[i] *= factors[i];
+      }
+    });
+  }
+
+  void linear_attention(const LinearPlan& plan, const LinearStates& states) {
+    plan.in.multiply(kernel_, team_, workspace_, b_.normed, m_, b_.qkv);
+    if (plan.gates) multiply_floats(plan.gates, b_.normed, plan_.hidden, b_.gates);
+    run_linear(kernel_, team_, workspace_, plan, states, {b_.qkv, b_.gates, b_.mixed}, b_.attended);
+    plan.out.multiply(kernel_, team_, workspace_, b_.attended, m_, b_.y);
+  }
+
+  // out[m, matrix.n] = x[m, k] times a matrix of floats.
+  void multiply_floats(const FloatMatrix& matrix, const float* x, int64_t k, float* out) {
+    constexpr int64_t kRowsOfTask = 16;
+    const int64_t parts = ceil_div(matrix.n, kRowsOfTask);
+    const auto task = [&](int64_t, int64_t t, int) {
+      const int64_t r = t / parts;
+      const Range range = share(matrix.n, parts, t % parts);
+      for (int64_t i = range.begin; i < range.end; ++i) {
+        const uint8_t* row = static_cast<const uint8_t*>(matrix.rows) + i * k * dtype_bytes(matrix.type);
+        out[r * matrix.n + i] = dot_row(x + r * k, row, matrix.type, k);
+      }
+    };
+    const Phase phases[] = {{m_ * parts, task, 0, true}};
+    run_phases(team_, team_.threads(), phases);
+  }
+
   // Softmax of the queries over the cache, times values: b_.attended.
-  void look_up(const AttentionPlan& plan, const PagedCache& cache, FloatRows q) {
-    const Queries queries = {q.data,     q.stride,      plan.head_size, plan.heads, DType::kFloat32,
-                             plan.scale, plan.soft_cap, plan.window,    true,       plan.sinks};
+  void look_up(const AttentionPlan& plan, const PagedCache& cache, FloatRows q, int64_t head_stride) {
+    const Queries queries = {q.data,     q.stride,      head_stride, plan.heads, DType::kFloat32,
+                             plan.scale, plan.soft_cap, plan.window, true,       plan.sinks};
     attend(kernel_, team_, workspace_, cache, queries, b_.attended);
   }
 
@@ -176,10 +232,8 @@ class Step {
     for_rows(m_, [&](int64_t r) { add_scaled(plan.out_bias, 1.0f, plan_.hidden, b_.y + r * plan_.hidden); });
   }
 
-  void latent_attention(const LayerPlan& layer, const PagedCache& cache) {
-    const AttentionPlan& plan = layer.attention;
+  void latent_attention(const AttentionPlan& plan, const PagedCache& cache) {
     const LatentPlan& latent = plan.latent;
-    norm(layer.before_attention, args_.x, b_.normed);
     plan.qkv.multiply(kernel_, team_, workspace_, b_.normed, m_, b_.qkv);
     FloatRows q = plan.qkv.columns(b_.qkv, m_, 0);
     const int64_t q_columns = latent.q_up ? latent.q_up.k() : plan.q_size();
@@ -206,7 +260,7 @@ class Step {
     });
     multiply_heads(plan.heads, {q, latent.nope + turned, latent.nope}, latent.k_up, latent.type,
                    {queries, plan.head_size, latent.rank});
-    look_up(plan, cache, queries);
+    look_up(plan, cache, queries, plan.head_size);
     multiply_heads(plan.heads, {{b_.attended, plan.heads * latent.rank}, latent.rank, latent.rank}, latent.v_up,
                    latent.type, {{b_.values, plan.out_size()}, latent.value_size, latent.value_size});
     project(plan, b_.values);
@@ -237,15 +291,16 @@ class Step {
     run_phases(team_, team_.threads(), phases);
   }
 
-  // Norms and turns q or k of one token.
-  void prepare_heads(const AttentionPlan& plan, const NormPlan& norm, int64_t heads, int64_t r, float* x) const {
+  // Norms and turns q or k of one token, heads `stride` apart.
+  void prepare_heads(const AttentionPlan& plan, const NormPlan& norm, int64_t heads, int64_t stride, int64_t r,
+                     float* x) const {
     if (norm) {
       const int64_t size = plan.norms_whole_rows ? heads * plan.head_size : plan.head_size;
-      for (int64_t at = 0; at < heads * plan.head_size; at += size) {
+      for (int64_t at = 0; at < heads * stride; at += plan.norms_whole_rows ? size : stride) {
         rms_norm(x + at, norm.weight, norm.eps, size, x + at);
       }
     }
-    for (int64_t h = 0; h < heads; ++h) turn(plan, r, x + h * plan.head_size);
+    for (int64_t h = 0; h < heads; ++h) turn(plan, r, x + h * stride);
   }
 
   // Turns one head of one token.
@@ -273,20 +328,10 @@ class Step {
 
   void experts(const ExpertsPlan& plan) {
     const int64_t count = plan.routing.experts;
-    constexpr int64_t kExpertsOfTask = 16;
-    const int64_t parts = ceil_div(count, kExpertsOfTask);
-    const auto route = [&](int64_t, int64_t task, int) {
-      const int64_t r = task / parts;
-      const Range range = share(count, parts, task % parts);
-      for (int64_t e = range.begin; e < range.end; ++e) {
-        const uint8_t* row =
-            static_cast<const uint8_t*>(plan.router) + e * plan_.hidden * dtype_bytes(plan.router_type);
-        const float logit = dot_row(b_.normed + r * plan_.hidden, row, plan.router_type, plan_.hidden);
-        b_.logits[r * count + e] = plan.router_bias == nullptr ? logit : logit + plan.router_bias[e];
-      }
-    };
-    const Phase phases[] = {{m_ * parts, route, 0, true}};
-    run_phases(team_, team_.threads(), phases);
+    multiply_floats(plan.router, b_.normed, plan_.hidden, b_.logits);
+    if (plan.router_bias != nullptr) {
+      for_rows(m_, [&](int64_t r) { add_scaled(plan.router_bias, 1.0f, count, b_.logits + r * count); });
+    }
     RoutingArgs routing = plan.routing;
     routing.logits = b_.logits;
     routing.dtype = DType::kFloat32;
@@ -378,12 +423,10 @@ void run_step(const Kernel& kernel, Team& team, Workspace& workspace, const Deco
 void cut_plan(DecoderPlan& plan, int workers) {
   std::vector<Products*> order;
   for (LayerPlan& layer : plan.layers) {
-    order.push_back(&layer.attention.qkv);
-    if (layer.attention.latent.q_up) order.push_back(&layer.attention.latent.q_up);
-    order.push_back(&layer.attention.out);
-    if (!layer.mlp.down) continue;
-    order.push_back(&layer.mlp.gate_up);
-    order.push_back(&layer.mlp.down);
+    for (Products* products : {&layer.attention.qkv, &layer.attention.latent.q_up, &layer.attention.out,
+                               &layer.linear.in, &layer.linear.out, &layer.mlp.gate_up, &layer.mlp.down}) {
+      if (*products) order.push_back(products);
+    }
   }
   if (plan.head) order.push_back(&plan.head);
   for (std::size_t i = 0; i < order.size(); ++i) {

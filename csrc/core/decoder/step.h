@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "core/attention/attention.h"
+#include "core/decoder/linear.h"
 #include "core/decoder/plan.h"
 #include "core/team.h"
 #include "core/workspace.h"
@@ -20,10 +21,11 @@ struct RopeTable {
 struct StepArgs {
   float* x = nullptr;  ///< [tokens, hidden]: input of the first layer; overwritten
   int64_t tokens = 0;
-  const int64_t* positions = nullptr;  ///< [tokens], in the tables
-  const RopeTable* ropes = nullptr;    ///< AttentionPlan::rope is an index into these
-  const PagedCache* caches = nullptr;  ///< of each layer; the same sequences and tokens
-  const int64_t* rows = nullptr;       ///< [row_count] tokens whose results are wanted; null: all, row_count of them
+  const int64_t* positions = nullptr;    ///< [tokens], in the tables
+  const RopeTable* ropes = nullptr;      ///< AttentionPlan::rope is an index into these
+  const PagedCache* caches = nullptr;    ///< of each layer with attention; the same sequences and tokens
+  const LinearStates* states = nullptr;  ///< of each layer with linear attention; likewise
+  const int64_t* rows = nullptr;         ///< [row_count] tokens whose results are wanted; null: all, row_count of them
   int64_t row_count = 0;
   DType dtype = DType::kFloat32;  ///< of out and normed
   void* out = nullptr;            ///< [row_count, columns of the head, or hidden without one]

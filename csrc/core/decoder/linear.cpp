@@ -1,0 +1,107 @@
+#include "core/decoder/linear.h"
+
+#include <algorithm>
+
+namespace w4a8 {
+namespace {
+
+/// The parts of the projections of a layer.
+class Parts {
+ public:
+  Parts(const LinearPlan& plan, const LinearRows& rows, int64_t tokens) : plan_(plan), rows_(rows), tokens_(tokens) {
+    if (plan.interleaved) take_apart();
+  }
+  /// The numbers from `column` on, behind those of `in` the gates.
+  ActivationRows at(int64_t column) const {
+    const FloatRows found = plan_.interleaved ? FloatRows{rows_.mixed + column, mixed_size()} : given(column);
+    return {found.data, found.stride, DType::kFloat32};
+  }
+
+ private:
+  int64_t mixed_size() const { return plan_.in_size() + plan_.gates_size(); }
+  FloatRows given(int64_t column) const {
+    const int64_t behind = column - plan_.in_size();
+    if (plan_.gates && behind >= 0) return {rows_.gates + behind, plan_.gates_size()};
+    return plan_.in.columns(rows_.in, tokens_, column);
+  }
+
+  // Of each key head: queries, keys, values and z; behind them, of each key head: b and a.
+  void take_apart() const {
+    const GatedDeltaLayer& layer = plan_.delta;
+    const int64_t of_values = layer.group() * layer.value_size;
+    const int64_t group = layer.group();
+    const int64_t head = 2 * layer.key_size + 2 * of_values;
+    const int64_t keys = layer.key_heads * layer.key_size;
+    const FloatRows all = given(0);
+    const FloatRows gates = given(plan_.in_size());
+    for (int64_t t = 0; t < tokens_; ++t) {
+      float* const to = rows_.mixed + t * mixed_size();
+      float* const of_gates = to + plan_.in_size();
+      for (int64_t h = 0; h < layer.key_heads; ++h) {
+        const float* from = all.row(t) + h * head;
+        from = take(from, layer.key_size, to + h * layer.key_size);
+        from = take(from, layer.key_size, to + keys + h * layer.key_size);
+        from = take(from, of_values, to + 2 * keys + h * of_values);
+        take(from, of_values, to + plan_.channels + h * of_values);
+        from = take(gates.row(t) + h * 2 * group, group, of_gates + h * group);
+        take(from, group, of_gates + layer.value_heads + h * group);
+      }
+    }
+  }
+  static const float* take(const float* from, int64_t n, float* to) {
+    std::copy_n(from, n, to);
+    return from + n;
+  }
+
+  const LinearPlan& plan_;
+  const LinearRows& rows_;
+  const int64_t tokens_;
+};
+
+}  // namespace
+
+void run_linear(const Kernel& kernel, Team& team, Workspace& workspace, const LinearPlan& plan,
+                const LinearStates& states, const LinearRows& rows, float* out) {
+  const Parts parts(plan, rows, states.sequences.tokens());
+  const auto convolution = [&](int64_t column, bool activate) {
+    return Convolution{parts.at(column),   plan.conv_weight, plan.channels, plan.width,
+                       states.convolution, plan.conv_bias,   activate};
+  };
+  if (plan.kind == LinearPlan::Kind::kGatedDelta) {
+    GatedDeltaCall call = {};
+    call.sequences = states.sequences;
+    call.convolution = convolution(0, true);
+    call.gates = parts.at(plan.channels);
+    call.betas = parts.at(plan.in_size());
+    call.decays = parts.at(plan.in_size() + plan.delta.value_heads);
+    call.state = states.state;
+    call.slot_stride = states.slot_stride;
+    call.head_stride = states.head_stride;
+    call.key_stride = states.row_stride;
+    call.out = out;
+    gated_delta(kernel, team, workspace, plan.delta, call);
+  } else if (plan.kind == LinearPlan::Kind::kStateSpace) {
+    StateSpaceCall call = {};
+    call.sequences = states.sequences;
+    call.gates = parts.at(0);
+    call.convolution = convolution(plan.out_size(), true);
+    call.steps = parts.at(plan.in_size());
+    call.state = states.state;
+    call.slot_stride = states.slot_stride;
+    call.head_stride = states.head_stride;
+    call.channel_stride = states.row_stride;
+    call.out = out;
+    state_space(kernel, team, workspace, plan.space, call);
+  } else {
+    ShortConvCall call = {};
+    call.sequences = states.sequences;
+    call.convolution = convolution(0, false);
+    call.gates = parts.at(plan.channels);
+    call.convolution.factor = parts.at(2 * plan.channels);
+    call.channels = plan.channels;
+    call.out = out;
+    short_conv(kernel, team, workspace, call);
+  }
+}
+
+}  // namespace w4a8

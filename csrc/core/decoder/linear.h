@@ -1,0 +1,35 @@
+// Linear attention of a layer of a decoder, between its projections.
+#pragma once
+
+#include <cstdint>
+
+#include "core/decoder/plan.h"
+#include "core/decoder/products.h"
+#include "core/team.h"
+#include "core/workspace.h"
+#include "kernels/kernel.h"
+
+namespace w4a8 {
+
+/// The states of a layer, and where those of the sequences of a step are.
+struct LinearStates {
+  StateSequences sequences = {};
+  ConvolutionState convolution = {};
+  float* state = nullptr;  ///< as in GatedDeltaCall or StateSpaceCall; null: there is the convolution's alone
+  int64_t slot_stride = 0;
+  int64_t head_stride = 0;
+  int64_t row_stride = 0;  ///< of keys or channels
+};
+
+/// Results of the projections of a step's tokens.
+struct LinearRows {
+  float* in = nullptr;     ///< of LinearPlan::in
+  float* gates = nullptr;  ///< [tokens, gates_size()], if LinearPlan::gates are floats
+  float* mixed = nullptr;  ///< [tokens, in_size() + gates_size()], memory for interleaved ones
+};
+
+/// out: [tokens, out_size()], what LinearPlan::out takes. The states become those behind the tokens.
+void run_linear(const Kernel& kernel, Team& team, Workspace& workspace, const LinearPlan& plan,
+                const LinearStates& states, const LinearRows& rows, float* out);
+
+}  // namespace w4a8

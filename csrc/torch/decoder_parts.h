@@ -1,0 +1,78 @@
+// Parts of a decoder made of tensors, with errors that name the argument.
+#pragma once
+
+#include <algorithm>
+#include <initializer_list>
+#include <utility>
+#include <vector>
+
+#include "core/decoder/plan.h"
+#include "torch/checks.h"
+#include "torch/decoders.h"
+#include "torch/state_tensors.h"
+
+namespace w4a8 {
+
+inline void check_count(const char* name, const OptionalTensor& tensor, int64_t count) {
+  check_cpu({{name, tensor}});
+  if (!tensor.has_value()) return;
+  W4A8_CHECK(is_floating(type_of(*tensor)), name, " has dtype ", type_of(*tensor), ", expected a floating point type");
+  W4A8_CHECK(tensor->dim() == 1 && tensor->size(0) == count, name, " has shape ", shape_text(tensor->sizes()),
+             ", expected [", count, "]");
+}
+
+// Packed matrices that rows of k values are multiplied with; n columns in all. 0: as the first matrix has, as many as
+// they have.
+inline Products products_of(Decoder& decoder, const char* name, Tensors tensors, int64_t k, int64_t n) {
+  const auto count = static_cast<std::size_t>(tensors.size());
+  W4A8_CHECK(count >= 1 && count <= Products::kMostMatrices, name, " has ", count, " tensors, expected 1..",
+             Products::kMostMatrices);
+  std::vector<PackedMatrix> matrices;
+  int64_t columns = 0;
+  for (const Tensor& tensor : tensors) {
+    check_cpu({{name, tensor}});
+    check_packed(name, tensor, /*stack=*/false);
+    const Tensor packed = decoder.keep(name, dense(tensor));
+    const PackedShape shape = read_header(input_data<uint8_t>(packed), packed.numel(), name);
+    if (k == 0) k = shape.k;
+    W4A8_CHECK(shape.k == k, name, " has in_features ", shape.k, ", expected ", k);
+    columns += shape.n;
+    matrices.emplace_back(shape, input_data<uint8_t>(packed));
+  }
+  W4A8_CHECK(n == 0 || columns == n, name, " has ", columns, " out_features, expected ", n);
+  return Products(std::move(matrices));
+}
+
+// A matrix of floats, [n, hidden].
+inline FloatMatrix float_matrix(Decoder& decoder, const char* name, const Tensor& matrix, int64_t n) {
+  check_shape_is(name, matrix, {n, decoder.plan.hidden});
+  const DType type = activation_dtype(name, matrix);
+  return {input_data(decoder.keep(name, dense(matrix))), type, n};
+}
+
+inline NormPlan norm_of(Decoder& decoder, const char* name, const OptionalTensor& weight, int64_t count, float eps) {
+  check_count(name, weight, count);
+  return {decoder.keep_floats(name, weight), eps};
+}
+
+// The last layer, for attention or linear attention.
+inline LayerPlan& layer_without_mixer(Decoder& decoder) {
+  W4A8_CHECK(!decoder.plan.layers.empty(), "decoder has no layer yet, expected one without attention");
+  LayerPlan& layer = decoder.plan.layers.back();
+  W4A8_CHECK(!layer.attends() && !layer.linear.out, "the last layer of decoder has attention, expected one without");
+  return layer;
+}
+
+// A matrix ends where one of the parts ends that the columns of all of them are, and they have no others.
+inline void check_ends(const char* name, const Products& products, std::initializer_list<int64_t> parts) {
+  std::vector<int64_t> ends;
+  for (const int64_t part : parts) ends.push_back((ends.empty() ? 0 : ends.back()) + part);
+  int64_t columns = 0;
+  for (std::size_t i = 0; i < products.count(); ++i) {
+    columns += products.columns_of(i);
+    W4A8_CHECK(std::find(ends.begin(), ends.end(), columns) != ends.end(), name, " has tensors whose first ", i + 1,
+               " have ", columns, " out_features, expected one of ", shape_text(Sizes(ends)));
+  }
+}
+
+}  // namespace w4a8

@@ -1,0 +1,355 @@
+"""Layers of linear attention, and layers with a part alone, in decoder_step: bit for bit as the single operators."""
+
+import pytest
+import torch
+from common import KERNELS, assert_same_bits, make_matrix
+from test_decoder import EPS, HIDDEN, INNER, POSITIONS, Steps, dots, matmul, rms_norm, rotate
+
+import w4a8
+from w4a8 import ops
+from w4a8.decoder import Decoder, States
+from w4a8.linear_attention import layer_weights
+
+KEYS, VALUES, K, V, WIDTH, SLOTS = 2, 6, 16, 32, 4, 7
+CHANNELS = {
+    "gated_delta": 2 * KEYS * K + VALUES * V,
+    "state_space": VALUES * V + 2 * KEYS * K,
+    "short_conv": 48,
+}
+PARTS = {  # of the projections, in their order
+    "gated_delta": [CHANNELS["gated_delta"], VALUES * V, VALUES, VALUES],
+    "state_space": [VALUES * V, CHANNELS["state_space"], VALUES],
+    "short_conv": [48, 48, 48],
+}
+STATES = {"gated_delta": (VALUES, K, V), "state_space": (VALUES, V, K)}
+HEADS, KV, SIZE = 3, 1, 32  # of attention, whose q is gated
+LAYERS = {
+    "as one": ("gated_delta", {"parts": 1}),
+    "four matrices": ("gated_delta", {"gate": "sigmoid"}),
+    "gates of floats": ("gated_delta", {"gates": torch.bfloat16}),
+    "interleaved": ("gated_delta", {"interleaved": True, "gates": torch.float32}),
+    "interleaved, packed": ("gated_delta", {"interleaved": True, "parts": 2}),
+    "state space": ("state_space", {"norm_groups": 2}),
+    "state space, norm first": ("state_space", {"norm_first": True, "gates": torch.float16}),
+    "state space without a norm": ("state_space", {"norm": None, "parts": 1}),
+    "short convolution": ("short_conv", {"parts": 1}),
+    "three matrices": ("short_conv", {}),
+}
+
+
+def pack(n, k, kind="int4"):
+    return make_matrix(n, k, 16, kind=kind, bias=True).pack()
+
+
+class Linear:
+    """A layer of linear attention, by its operator and as arguments of ``add_linear_attention``."""
+
+    def __init__(self, kind, parts=None, gates=None, **fields):
+        self.kind, self.has_state, self.channels = kind, kind in STATES, CHANNELS[kind]
+        sizes = PARTS[kind]
+        self.interleaved = fields.get("interleaved", False)
+        last = len(sizes) if kind == "short_conv" else 2  # the others are gates
+        in_floats = 0 if gates is None else sum(sizes[last:])
+        widths = sizes[:last] if in_floats else sizes
+        if parts == 1 or (self.interleaved and in_floats):
+            widths = [sum(widths)]
+        elif parts == 2:
+            widths = [sum(widths[:last]), sum(widths[last:])]
+        kinds = ["int4", "int8", "int4 minimums", "int4"]
+        self.projections = [pack(n, HIDDEN, each) for n, each in zip(widths, kinds)]
+        self.gates = torch.randn(in_floats, HIDDEN).to(gates) if in_floats else None
+        self.out = pack(HIDDEN, VALUES * V if self.has_state else self.channels)
+        self.conv_weight = torch.randn(self.channels, WIDTH)
+        self.fields = fields
+        if self.has_state:
+            made = layer_weights(self.conv_weight, torch.randn(VALUES), torch.randn(VALUES))
+            fields |= {"key_heads": KEYS, "value_heads": VALUES, "key_size": K, "value_size": V, "norm_eps": 1e-5}
+            fields |= {"a": made["a"], "dt_bias": made["dt_bias"]}
+            wide = V if kind == "gated_delta" else VALUES * V
+            fields.setdefault("norm", 1 + 0.1 * torch.randn(wide))
+        if kind == "state_space":
+            fields["d"] = torch.randn(VALUES)
+        if kind != "gated_delta":
+            fields["conv_bias"] = torch.randn(self.channels)
+        self.conv_state = torch.full((SLOTS, WIDTH - 1, self.channels), float("nan"), dtype=torch.bfloat16)
+        self.state = torch.full((SLOTS, *STATES[kind]), float("nan")) if self.has_state else None
+
+    def add_to(self, decoder):
+        decoder.add_linear_attention(
+            self.projections, self.gates, self.out, self.conv_weight, kind=self.kind, **self.fields
+        )
+
+    def rows(self, x):
+        """The results of the projections, in parts."""
+        rows = torch.cat([matmul(x, each, HIDDEN) for each in self.projections], 1)
+        if self.gates is not None:
+            rows = torch.cat([rows, dots(x, self.gates.float())], 1)
+        if not self.interleaved:
+            return rows.split(PARTS[self.kind], 1)
+        group = VALUES // KEYS
+        main, gates = rows.split([sum(PARTS[self.kind][:2]), 2 * VALUES], 1)
+        heads = main.view(len(x), KEYS, -1).split([K, K, group * V, group * V], 2)
+        q, k, v, z = (part.flatten(1) for part in heads)
+        b, a = (part.flatten(1) for part in gates.view(len(x), KEYS, -1).split(group, 2))
+        return torch.cat([q, k, v], 1), z, b, a
+
+    def alone(self, x, starts):
+        """What the operator gives for whole sequences, in states of their own."""
+        parts, count = self.rows(x), len(starts) - 1
+        where = {
+            "conv_state": torch.zeros_like(self.conv_state),
+            "slots": torch.arange(count, dtype=torch.int32),
+            "query_start_loc": starts,
+            "fresh": torch.ones(count, dtype=torch.bool),
+        }
+        f = self.fields
+        if self.has_state:
+            where["state"] = torch.zeros_like(self.state)
+            weights = {name: f[name] for name in ("a", "dt_bias", "norm", "norm_eps")}
+        if self.kind == "gated_delta":
+            qkv, z, b, a = parts
+            heads = {"key_heads": KEYS, "value_heads": VALUES, "gate": f.get("gate", "silu")}
+            y = ops.gated_delta(qkv, z, torch.cat([b, a], 1), self.conv_weight, **weights, **heads, **where)
+        elif self.kind == "state_space":
+            z, xbc, dt = parts
+            norms = {name: f[name] for name in ("norm_groups", "norm_first") if name in f}
+            y = ops.state_space(
+                xbc, z, dt, self.conv_weight, f["conv_bias"], d=f["d"], groups=KEYS, **weights, **norms, **where
+            )
+        else:
+            y = ops.short_conv(torch.cat(parts, 1), self.conv_weight, f["conv_bias"], **where)
+        return matmul(y, self.out, y.shape[1])
+
+
+class Model(Steps):
+    """Layers of linear attention with an MLP each, and one of attention whose heads are gated."""
+
+    def __init__(self, names, residual=0.5):
+        self.norm, self.rope, self.residual = 1 + 0.2 * torch.randn(HIDDEN), torch.randn(POSITIONS, 16), residual
+        self.decoder = Decoder(self.norm, None, hidden_size=HIDDEN, eps=EPS)
+        self.layers, self.caches = [], []
+        for name in names:
+            norm = {"input_norm": 1 + 0.2 * torch.randn(HIDDEN)}
+            mlp = {} if name == "attention" else {"gate_up": [pack(2 * INNER, HIDDEN)], "down": pack(HIDDEN, INNER)}
+            layer = {"name": name, "norm": norm["input_norm"], "mlp": mlp, "mlp_norm": None}
+            attention = {}
+            if name == "attention":
+                qkv = [pack(2 * HEADS * SIZE, HIDDEN), pack(2 * KV * SIZE, HIDDEN)]
+                attention = {
+                    "qkv": qkv, "out": pack(HIDDEN, HEADS * SIZE), "heads": HEADS, "kv_heads": KV, "head_size": SIZE,
+                    "scale": SIZE**-0.5, "gated": True, "rope": 0, "q_norm": torch.rand(SIZE),
+                    "k_norm": torch.rand(SIZE),
+                    "qkv_bias": torch.randn(2 * HEADS * SIZE + 2 * KV * SIZE),
+                }  # fmt: skip
+                block = w4a8.attention_block_bytes("int8", SIZE, SIZE)
+                self.caches.append(torch.full((9, KV, 2 * block), 255, dtype=torch.uint8))
+            self.decoder.add_layer(**attention, **mlp, **norm, residual=residual)
+            layer["attention"] = attention
+            if name in LAYERS:
+                kind, how = LAYERS[name]
+                layer["linear"] = Linear(kind, **how)
+                layer["linear"].add_to(self.decoder)
+            self.layers.append(layer)
+        self.linear = [layer["linear"] for layer in self.layers if "linear" in layer]
+        self.seen = {}  # tokens of each sequence so far
+
+    def slots(self, count):
+        return torch.arange(SLOTS - 1, SLOTS - 1 - count, -1, dtype=torch.int32)
+
+    def states(self, lengths, new, **change):
+        found = {
+            "conv_states": [each.conv_state for each in self.linear],
+            "states": [each.state for each in self.linear if each.has_state],
+            "slots": [self.slots(len(lengths))],
+            "fresh": torch.tensor([n == f for n, f in zip(lengths, new)]),
+        }
+        return States(**found | change)
+
+    def step(self, x, lengths, fresh, rows=None, normed=None, threads=0):
+        return self.decoder.step(
+            x, self.positions(lengths, fresh), self.caches, self.tables(lengths, fresh), [self.rope], rows, normed,
+            threads, self.states(lengths, fresh),
+        )  # fmt: skip
+
+    def one_by_one(self, x, lengths):
+        tables, angles = self.tables(lengths, lengths), self.rope[self.positions(lengths, lengths)]
+        for layer in self.layers:
+            normed = rms_norm(x, layer["norm"])
+            if "linear" in layer:
+                x = x + self.residual * layer["linear"].alone(normed, tables[2])
+            elif layer["attention"]:
+                x = x + self.residual * self.attention(layer["attention"], normed, tables, angles)
+            if layer["mlp"]:
+                ids = torch.zeros(len(x), 1, dtype=torch.int32)
+                (both,), down = layer["mlp"]["gate_up"], layer["mlp"]["down"]
+                x = x + self.residual * w4a8.dynamic_4bit_int_moe(
+                    x, ids, torch.ones(len(x), 1), both[None], down[None], HIDDEN, INNER, 2 * INNER, 0, False, 0
+                )
+        return rms_norm(x, self.norm)
+
+    def attention(self, layer, x, tables, angles):
+        rows = torch.cat([matmul(x, each, HIDDEN) for each in layer["qkv"]], 1) + layer["qkv_bias"]
+        q, k, v = rows.split([2 * HEADS * SIZE, KV * SIZE, KV * SIZE], 1)
+        q, gate = q.view(-1, HEADS, 2 * SIZE).split(SIZE, 2)
+        q = rotate(rms_norm(q.contiguous(), layer["q_norm"]), angles, False)
+        k = rotate(rms_norm(k.reshape(-1, KV, SIZE), layer["k_norm"]), angles, False)
+        cache = torch.zeros_like(self.caches[0])
+        w4a8.paged_attention_write(k, v.reshape(-1, KV, SIZE), cache, *tables)
+        y = w4a8.paged_attention(q, cache, *tables, SIZE**-0.5).flatten(1)
+        return matmul(y * sigmoid(gate.flatten(1)), layer["out"], HEADS * SIZE)
+
+
+def sigmoid(x):
+    """The sigmoid of gated_delta's gate, whose other factor is one here.
+
+    All channels are 1024 behind the convolution and its SiLU, a head has 16 of them, and beta is 1: the state's result
+    is 256 in each channel, and the norm's 1, without any rounding.
+    """
+    tokens = x.numel() // 16
+    kernel = torch.tensor([[0.0, 1.0]]).expand(48, 2)
+    out = ops.gated_delta(
+        torch.full((tokens, 48), 1024.0), x.reshape(tokens, 16), torch.full((tokens, 2), 100.0), kernel, torch.ones(1),
+        torch.zeros(1), torch.ones(16), torch.zeros(tokens, 1, 48), torch.zeros(tokens, 1, 16, 16),
+        torch.arange(tokens, dtype=torch.int32), torch.arange(tokens + 1, dtype=torch.int32),
+        torch.ones(tokens, dtype=torch.bool), key_heads=1, value_heads=1, norm_eps=1e-30, gate="sigmoid",
+    )  # fmt: skip
+    assert torch.allclose(out.double().flatten(), x.double().sigmoid().flatten(), rtol=1e-6, atol=0)
+    return out.view(x.shape)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_is_the_operator_alone(name):
+    lengths = [100, 33, 7]
+    x = torch.randn(sum(lengths), HIDDEN)
+    model = Model([name])
+    expected = model.one_by_one(x, lengths)
+    assert expected.abs().max() > 0.5
+    assert_same_bits(model.step(x, lengths, lengths), expected)
+
+
+MIXED = ["as one", "attention", "nothing", "state space", "short convolution", "attention", "interleaved"]
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_bits_depend_on_nothing_else(threads):
+    """Layers of all kinds: one token, chunks, several sequences in a call, and any number of threads."""
+    model, x = Model(MIXED), torch.randn(130, HIDDEN)
+    expected = model.one_by_one(x, [90, 40])
+    assert expected.isfinite().all()
+    model.check_in_pieces(x, expected, threads)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernels(kernel):
+    model = Model(MIXED)
+    x = torch.randn(11, HIDDEN)
+    expected = model.one_by_one(x, [11])
+    before = w4a8.active_kernel()
+    w4a8.use_kernel(kernel)
+    try:
+        assert_same_bits(model.step(x[:10], [10], [10]), expected[:10])
+        assert_same_bits(model.step(x[10:], [11], [1]), expected[10:])
+    finally:
+        w4a8.use_kernel(before)
+
+
+def test_a_sequence_without_tokens_keeps_its_states():
+    model, x = Model(MIXED), torch.randn(9, HIDDEN)
+    expected = model.one_by_one(x, [5, 4])
+    model.step(torch.cat([x[:3], x[5:7]]), [3, 2], [3, 2])
+    assert_same_bits(model.step(x[3:5], [5, 2], [2, 0]), expected[3:5])
+    assert_same_bits(model.step(x[7:], [5, 4], [0, 2]), expected[7:])
+
+
+def test_slots_of_each_layer():
+    model, x = Model(MIXED), torch.randn(6, HIDDEN)
+    expected = model.step(x, [6], [6])
+    for at in (3, 6):
+        slots = [torch.tensor([(at + i) % SLOTS], dtype=torch.int32) for i in range(len(model.linear))]
+        states = model.states([6], [6], slots=slots)
+        got = model.decoder.step(x, torch.arange(6), model.caches, model.tables([6], [6]), [model.rope], states=states)
+        assert_same_bits(got, expected)
+    for each, slot in zip(model.linear, slots):
+        assert_same_bits(each.conv_state[slot.item()], each.conv_state[SLOTS - 1])
+
+
+def test_experts_beside_linear_attention():
+    """With a layer of experts alone behind a layer of linear attention alone, as Nemotron-H has them."""
+    model, x = Model([]), torch.randn(5, HIDDEN)
+    linear = Linear("state_space")
+    w13, w2 = (torch.stack([pack(*size) for _ in range(4)]) for size in ((2 * INNER, HIDDEN), (HIDDEN, INNER)))
+    router = torch.randn(4, HIDDEN)
+    model.decoder.add_layer(input_norm=model.norm)
+    linear.add_to(model.decoder)
+    model.decoder.add_layer(mlp_input_norm=model.norm)
+    model.decoder.add_experts(router, None, w13, w2, top_k=2, renormalize=True)
+    model.linear = [linear]
+    hidden = x + linear.alone(rms_norm(x, model.norm), torch.tensor([0, 5], dtype=torch.int32))
+    normed = rms_norm(hidden, model.norm)
+    weights, ids = w4a8.topk_routing(dots(normed, router), 2, True)
+    hidden = hidden + w4a8.dynamic_4bit_int_moe(normed, ids, weights, w13, w2, HIDDEN, INNER, 2 * INNER, 0, False, 0)
+    assert_same_bits(model.step(x, [5], [5]), rms_norm(hidden, model.norm))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kind": "mamba"}, "kind is 'mamba', expected 'gated_delta', 'state_space' or 'short_conv'"),
+        ({"key_heads": 4}, "key_heads is 4, expected a divisor of value_heads, 6"),
+        ({"value_heads": 0}, r"value_heads is 0, expected 1\.\."),
+        ({"key_size": 24}, r"key_size is 24, expected a multiple of 16 in 16\.\.256"),
+        ({"value_size": 2**62}, "value_size is 4611686018427387904, expected a multiple of 16"),
+        ({"key_size": 32}, "conv_weight has 256 channels, expected 320"),
+        ({"a": None}, r"a is not given, expected floats \[6\]"),
+        ({"a": torch.ones(5)}, r"a has shape \[5\], expected \[6\]"),
+        ({"dt_bias": torch.ones(6).int()}, "dt_bias has dtype Int"),
+        ({"norm": torch.ones(33)}, r"norm has shape \[33\], expected \[32\]"),
+        ({"norm_eps": 0.0}, "norm_eps is 0, expected a positive"),
+        ({"gate": "tanh"}, "gate is 'tanh', expected 'silu' or 'sigmoid'"),
+        ({"conv_weight": torch.ones(256, 9)}, r"conv_weight has shape \[256, 9\], expected"),
+        ({"conv_weight": torch.ones(256)}, r"conv_weight has shape \[256\], expected"),
+        ({"conv_bias": torch.ones(255)}, r"conv_bias has shape \[255\], expected \[256\]"),
+        ({"gates": torch.zeros(12, 95)}, r"gates has shape \[12, 95\], expected \[12, 96\]"),
+        ({"gates": None}, "projections has 448 out_features, expected 460"),
+        ({"projections": [pack(240, HIDDEN), pack(208, HIDDEN)]}, "projections has tensors whose first 1 have 240"),
+        ({"out": pack(HIDDEN, 176)}, "out has in_features 176, expected 192"),
+    ],
+)
+def test_layers_refuse(change, message):
+    linear = Linear("gated_delta", gates=torch.float32)
+    decoder = Decoder(torch.ones(HIDDEN), None, hidden_size=HIDDEN, eps=EPS)
+    decoder.add_layer()
+    given = {"projections": linear.projections, "gates": linear.gates, "out": linear.out, "kind": "gated_delta"}
+    given |= {"conv_weight": linear.conv_weight} | linear.fields
+    with pytest.raises(RuntimeError, match=f"w4a8::decoder_add_linear_attention: {message}"):
+        decoder.add_linear_attention(**given | change)
+    decoder.add_linear_attention(**given)
+    with pytest.raises(RuntimeError, match="the last layer of decoder has attention, expected one without"):
+        decoder.add_linear_attention(**given)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("conv_states", [], "conv_states has 0 tensors, expected 1, the layers of decoder with linear attention"),
+        ("states", [], "states has 0 tensors, expected 1, the layers of decoder with a state"),
+        ("slots", [], "slots has 0 tensors, expected 1, or 1, the layers of decoder with linear attention"),
+        ("fresh", None, r"fresh is not given, expected bool \[sequences\]"),
+        ("fresh", torch.zeros(1), "fresh has dtype Float, expected bool"),
+        ("fresh", torch.zeros(2).bool(), r"fresh has shape \[2\], expected \[1\]"),
+        ("slots", [torch.tensor([7]).int()], r"slots of sequence 0 is 7, expected 0\.\.6, the slots of conv_states"),
+        ("slots", [torch.tensor([0])], "slots has dtype Long"),
+        ("conv_states", [torch.zeros(SLOTS, 2, 256)], r"conv_states has shape \[7, 2, 256\], expected \[7, 3, 256\]"),
+        ("conv_states", [torch.zeros(SLOTS, 3, 256).double()], "conv_states has dtype Double"),
+        ("states", [torch.zeros(SLOTS, 6, 32, 16)], r"states has shape \[7, 6, 32, 16\], expected \[7, 6, 16, 32\]"),
+        ("states", [torch.zeros(SLOTS, 6, 16, 32).half()], "states has dtype Half, expected float32"),
+        ("states", [torch.zeros(SLOTS, 6, 32, 16).transpose(2, 3)], "states has stride 16 in its last dimension"),
+        ("states", [torch.zeros(1, 6, 16, 32).expand(SLOTS, -1, -1, -1)], "states"),
+    ],
+)
+def test_step_refuses(name, value, message):
+    model, x = Model(["gates of floats"]), torch.randn(3, HIDDEN)
+    step = (x, torch.arange(3), [], model.tables([3], [3]), [])
+    with pytest.raises(RuntimeError, match=f"w4a8::decoder_step: {message}"):
+        model.decoder.step(*step, states=model.states([3], [3], **{name: value}))
+    assert_same_bits(model.step(x, [3], [3]), model.one_by_one(x, [3]))
