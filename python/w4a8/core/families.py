@@ -44,6 +44,7 @@ class Family:
         one_more: a norm multiplies by 1 + weight. vLLM has a class for such norms.
         interleaved: channels of a head that are turned together are neighbours, not in two halves. vLLM's layers say so
             themselves.
+        gated: behind each head of queries are as many numbers, whose sigmoid multiplies the head's result.
         turns_windows_alone: if some layers have a window, the others have no rotary embeddings. In transformers.
         router: the router's attribute in the module with experts.
         shared: attributes of the module with experts in transformers: the shared expert and its gate; "": none.
@@ -62,6 +63,7 @@ class Family:
     norms: Norms = _TWO
     one_more: bool = False
     interleaved: bool = False
+    gated: bool = False
     turns_windows_alone: bool = False
     router: str = "gate"
     shared: tuple[str, str] = ("", "")
@@ -72,6 +74,7 @@ class Family:
         return tuple(end if "." in end else self.vllm + end for end in ends if end)
 
 
+_HYBRID = Family(one_more=True, gated=True, shared=("shared_expert", "shared_expert_gate"))
 _CHUNKED = ("dual_chunk_attention_config",)
 # By transformers' model_type.
 FAMILIES = {
@@ -99,6 +102,7 @@ FAMILIES = {
         "attn",
         router="router",
     ),
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), _HYBRID),
     "gemma3_text": Family("gemma3.Gemma3", refuses=("use_bidirectional_attention",), norms=_FOUR, one_more=True),
     "ernie4_5": Family(interleaved=True),
     "exaone4": Family(norms=_BEHIND, turns_windows_alone=True),

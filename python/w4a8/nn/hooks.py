@@ -44,7 +44,10 @@ def computes_more(module: torch.nn.Module) -> bool:
 def has_own_forward(module: torch.nn.Module) -> bool:
     """Whether someone has put another forward into this very module, as hooks of accelerate do.
 
-    After recording outputs transformers leaves the forward of the class in the module: that does not count.
+    After recording outputs transformers leaves the forward of the class in the module: that does not count. Nor does
+    one of this package that computes the same (``computes_the_same``).
     """
     own = module.__dict__.get("forward")
+    if getattr(own, "computes_the_same", False):
+        return False
     return own is not None and getattr(own, "__func__", None) is not type(module).forward

@@ -306,26 +306,27 @@ class W4A8Cache(Cache):
     def begin_step(
         self, heads: Iterable[tuple[int, int]], batch: int, fresh: int, padding: torch.Tensor | None
     ) -> tuple[Step, list[torch.Tensor]]:
-        """Makes room for new columns of all layers, which must be packed; end_step follows the writing.
+        """Makes room for new columns of all packed layers; end_step follows the writing.
 
         Args:
-            heads: size of a head and number of key heads, by layer.
+            heads: size of a head and number of key heads, by packed layer.
             batch, fresh: new columns are [batch, fresh].
             padding: bool [batch, columns before + fresh], False for padding; None: all are tokens.
 
         Returns:
-            Arguments of the operators, and the cache of each layer.
+            Arguments of the operators, and the cache of each packed layer.
         """
-        step = self.pages.forward(self.layers[0].columns, batch, fresh, padding)
-        for layer, (size, count) in zip(self.layers, heads):
+        layers = self.pages.layers
+        step = self.pages.forward(layers[0].columns, batch, fresh, padding)
+        for layer, (size, count) in zip(layers, heads):
             if layer.cache is None:
                 layer.make_cache(count, size, size)
             layer.reserve()
-        return step, [layer.cache for layer in self.layers]
+        return step, [layer.cache for layer in layers]
 
     def end_step(self, fresh: int) -> None:
-        """Counts ``fresh`` new columns, written in all layers."""
-        for layer in self.layers:
+        """Counts ``fresh`` new columns, written in all packed layers."""
+        for layer in self.pages.layers:
             layer.columns += fresh
 
     def reset(self) -> None:

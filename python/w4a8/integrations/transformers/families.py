@@ -10,6 +10,7 @@ import torch
 from w4a8.checkpoint.routers import router_in_config
 from w4a8.core.families import FAMILIES
 from w4a8.decoder import Decoder
+from w4a8.integrations.transformers.linear_attention import operator_of
 from w4a8.nn.experts import W4A8Experts
 from w4a8.nn.hooks import computes_more
 from w4a8.nn.packed import PackedLinear
@@ -101,7 +102,9 @@ class Stack:
             _require(rope in _ROPES, f"rotary embeddings of type {rope} depend on the length of the text")
         for layer, layer_type in zip(layers, types):
             self._add(layer, layer_type, self.rope_types.index(layer_type) if by_type else 0)
-        self.heads = [(layer.self_attn.head_dim, self._kv_heads(layer.self_attn)) for layer in layers]
+        attentions = [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]
+        self.heads = [(each.head_dim, self._kv_heads(each)) for each in attentions]
+        self.linear = [operator for operator in map(operator_of, layers) if operator is not None]
         self.ropes: list[torch.Tensor] = []
         self.positions = 0
 
@@ -130,40 +133,54 @@ class Stack:
         return [self._packed(parent, part) for part in ((whole,) if hasattr(parent, whole) else parts)]
 
     def _add(self, layer: Any, layer_type: str, rope: int) -> None:
-        config, attention, mlp = self.config, self._part(layer, "self_attn"), self._part(layer, "mlp")
+        config, mlp = self.config, self._part(layer, "mlp")
         fields: dict[str, Any] = {name: self._norm(self._part(layer, at)) for name, at in self.family.norms}
+        operator = operator_of(layer)
+        _require(operator or hasattr(layer, "self_attn"), f"linear attention of {type(layer).__name__} is not packed")
+        if operator is None:
+            fields |= self._attention(self._part(layer, "self_attn"), layer_type, rope)
+        experts = hasattr(mlp, "experts")
+        shared, gate = self.family.shared
+        dense = (self._part(mlp, shared) if shared else None) if experts else mlp
+        if dense is not None:
+            name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
+            _require(name in _ACTIVATIONS, f"the activation {name} is not known")
+            fields["activation_kind"] = int(_ACTIVATIONS[name])
+            fields["gate_up"] = self._joined(dense, "gate_up_proj", ("gate_proj", "up_proj"))
+            fields["down"] = self._packed(dense, "down_proj")
+        self.decoder.add_layer(residual=float(getattr(layer, "residual_multiplier", 1.0)), **fields)
+        if operator is not None:
+            self.decoder.add_linear_attention(**operator.decoder_fields())
+        if experts:
+            self._add_experts(mlp, gate)
+
+    def _attention(self, attention: Any, layer_type: str, rope: int) -> dict[str, Any]:
+        """The fields of ``Decoder.add_layer`` for attention."""
+        config, family = self.config, self.family
+        window = (config.sliding_window or 0) if layer_type == "sliding_attention" else 0
+        turns = getattr(attention, "use_rope", True)
+        if family.turns_windows_alone and config.sliding_window is not None:
+            turns = window > 0
+        fields = {
+            "qkv": self._joined(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj")),
+            "out": self._packed(attention, "o_proj"),
+            "heads": attention.o_proj.in_features // attention.head_dim,
+            "kv_heads": self._kv_heads(attention),
+            "head_size": attention.head_dim,
+            "scale": float(attention.scaling),
+            "kind": self.kind,
+            "window": window,
+            "soft_cap": float(getattr(attention, "attn_logit_softcapping", None) or 0.0),
+            "rope": rope if turns else -1,
+            "interleaved": family.interleaved,
+            "gated": family.gated,
+        }
         for name in ("q_norm", "k_norm"):
             if getattr(attention, name, None) is not None:
                 fields[name] = self._norm(self._part(attention, name))
         if getattr(attention, "sinks", None) is not None:
             fields["sinks"] = attention.sinks.detach()
-        window = (config.sliding_window or 0) if layer_type == "sliding_attention" else 0
-        turns = getattr(attention, "use_rope", True)
-        if self.family.turns_windows_alone and config.sliding_window is not None:
-            turns = window > 0
-        experts = hasattr(mlp, "experts")
-        shared, gate = self.family.shared
-        dense = (self._part(mlp, shared) if shared else None) if experts else mlp
-        gate_up, down = [], None
-        if dense is not None:
-            name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
-            _require(name in _ACTIVATIONS, f"the activation {name} is not known")
-            fields["activation_kind"] = int(_ACTIVATIONS[name])
-            gate_up, down = (
-                self._joined(dense, "gate_up_proj", ("gate_proj", "up_proj")),
-                self._packed(dense, "down_proj"),
-            )
-        self.decoder.add_layer(
-            self._joined(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj")),
-            self._packed(attention, "o_proj"), gate_up, down,
-            heads=attention.o_proj.in_features // attention.head_dim, kv_heads=self._kv_heads(attention),
-            head_size=attention.head_dim, scale=float(attention.scaling), kind=self.kind, window=window,
-            soft_cap=float(getattr(attention, "attn_logit_softcapping", None) or 0.0),
-            rope=rope if turns else -1, interleaved=self.family.interleaved,
-            residual=float(getattr(layer, "residual_multiplier", 1.0)), **fields,
-        )  # fmt: skip
-        if experts:
-            self._add_experts(mlp, gate)
+        return fields
 
     def _add_experts(self, mlp: Any, gate: str) -> None:
         experts, router = self._part(mlp, "experts"), self._part(mlp, self.family.router)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers.cache_utils import LinearAttentionLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
@@ -16,6 +17,7 @@ from w4a8.integrations.transformers.cache import PackedLayer, W4A8Cache
 from w4a8.integrations.transformers.families import NotFusedError, Stack
 from w4a8.integrations.transformers.fast import fast_attention
 from w4a8.integrations.transformers.guard import Guard
+from w4a8.integrations.transformers.linear_attention import step_states
 from w4a8.nn.packed import PackedLinear
 
 logger = logging.get_logger(__name__)
@@ -79,7 +81,7 @@ class _Forward(Guard):
         **kwargs: Any,
     ) -> Any:
         model = self._module()
-        reason = self._reason(model, attention_mask, past_key_values, labels, kwargs)
+        reason = self._reason(model, attention_mask, position_ids, past_key_values, labels, kwargs)
         if reason is None:
             reason = self._update(past_key_values.get_seq_length() == 0)
         if reason is not None:
@@ -96,12 +98,17 @@ class _Forward(Guard):
         logits = self._run(model, inputs_embeds, attention_mask, position_ids, past_key_values, logits_to_keep)
         return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
 
-    def _reason(self, model: Any, mask: Any, cache: Any, labels: Any, kwargs: dict[str, Any]) -> str | None:
+    def _reason(
+        self, model: Any, mask: Any, position_ids: Any, cache: Any, labels: Any, kwargs: dict[str, Any]
+    ) -> str | None:
         """Why the model's own forward takes this call, or None."""
         if not isinstance(cache, W4A8Cache) or cache.kind != self.kind:
             return f"past_key_values is no W4A8Cache of kind {self.kind}"
-        if not all(isinstance(layer, PackedLayer) for layer in cache.layers):
-            return "the cache has layers that are not packed"
+        for layer in cache.layers:
+            if not isinstance(layer, (PackedLayer, LinearAttentionLayer)) or getattr(layer, "record_past", False):
+                return "the cache has layers that are not packed, or whose past states are recorded"
+        if position_ids is not None and not _is_text(position_ids):
+            return "positions are of pictures"
         if labels is not None or torch.is_grad_enabled():
             return "gradients are on, or labels are given"
         if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2):
@@ -126,6 +133,8 @@ class _Forward(Guard):
         before = cache.get_seq_length()
         if position_ids is None:
             position_ids = torch.arange(before, before + fresh)[None]
+        if position_ids.dim() == 3:
+            position_ids = position_ids[0]
         positions = position_ids.expand(batch, fresh).reshape(-1)
         step, caches = cache.begin_step(stack.heads, batch, fresh, None if mask is None else mask.bool())
         columns = torch.arange(fresh)
@@ -138,11 +147,12 @@ class _Forward(Guard):
             number[step.rows] = torch.arange(len(step.rows))
             there = number[wanted] >= 0
             rows, flat, positions = number[wanted][there], flat[step.rows], positions[step.rows]
+        states = step_states(stack.linear, cache, batch, x.dtype) if stack.linear else None
         ropes = stack.tables(int(positions.max()) + 1 if len(positions) else 1)
         everything = step.rows is None and not isinstance(keep, torch.Tensor) and len(columns) == fresh
         threads = 0 if self.threads is None else self.threads.before(len(flat))
         got = stack.decoder.step(
-            flat, positions, caches, step.tables, ropes, None if everything else rows, threads=threads
+            flat, positions, caches, step.tables, ropes, None if everything else rows, threads=threads, states=states
         )
         cache.end_step(fresh)
         if stack.head is not None:
@@ -153,6 +163,11 @@ class _Forward(Guard):
         got = got if stack.logits_divisor == 1 else got / stack.logits_divisor
         cap = getattr(model.config, "final_logit_softcapping", None)
         return got if cap is None else torch.tanh(got / cap) * cap
+
+
+def _is_text(position_ids: torch.Tensor) -> bool:
+    """Whether positions [batch, tokens], or [.., batch, tokens] of several axes of a picture, are those of a text."""
+    return position_ids.dim() < 3 or bool((position_ids == position_ids[:1]).all())
 
 
 class _Generate(Guard):

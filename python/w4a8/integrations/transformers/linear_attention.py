@@ -10,8 +10,9 @@ import torch
 from transformers import Cache
 
 from w4a8 import ops
+from w4a8.decoder import States
 from w4a8.linear_attention import conv_rows, layer_weights
-from w4a8.nn.packed import PackedModule
+from w4a8.nn.packed import PackedLinear, PackedModule
 from w4a8.quantization.float_guard import Guard
 
 _CACHE = ("get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state", "is_recording_past")
@@ -38,9 +39,37 @@ def _sequences(batch: int, tokens: int) -> dict[str, torch.Tensor]:
     return {"slots": torch.arange(batch, dtype=torch.int32), "query_start_loc": ends[: batch + 1]}
 
 
+def operator_of(layer: torch.nn.Module) -> _Operator | None:
+    """The operator of a layer's linear attention, by :func:`use_operators`; None: the layer has none."""
+    found = (vars(module).get("forward") for module in layer.children())
+    return next((each for each in found if isinstance(each, _Operator)), None)
+
+
+def step_states(operators: list[_Operator], cache: Any, batch: int, dtype: torch.dtype) -> States | None:
+    """The states of all layers in a cache, for ``Decoder.step``.
+
+    Args:
+        operators: of the layers with linear attention.
+        cache: of transformers.
+        batch: as many sequences, each with a slot of its number.
+        dtype: of the model.
+
+    Returns:
+        None: the cache records its past, or has states of other sizes.
+    """
+    found = [each.states(each.layer(), batch, dtype, cache) for each in operators]
+    if any(each is None for each in found):
+        return None
+    states = [each["state"] for each in found if "state" in each]
+    slots = _sequences(batch, 1)["slots"]
+    return States([each["conv_state"] for each in found], states, [slots], found[0]["fresh"])
+
+
 class _Operator(Guard):
     """``forward`` of one layer."""
 
+    computes_the_same = True  # as the layer's own, for w4a8.nn.hooks
+    kind = ""  # of the layer, in a Decoder
     cache_name, conv_name = "cache_params", "conv1d"  # of the argument and of the module, in transformers
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -52,7 +81,7 @@ class _Operator(Guard):
         layer, mask = self._module(), kwargs.get("attention_mask")
         states = None
         if not args and not self._is_apart(layer, hidden_states, mask, kwargs):
-            states = self._states(layer, hidden_states, kwargs.get(self.cache_name))
+            states = self.states(layer, len(hidden_states), hidden_states.dtype, kwargs.get(self.cache_name))
         if states is None:
             return type(layer).forward(layer, hidden_states, *args, **kwargs)
         if mask is not None:  # as transformers: padding has hidden states of zeros
@@ -75,9 +104,13 @@ class _Operator(Guard):
             or not self._fits(layer)
         )
 
-    def _states(self, layer: Any, hidden_states: torch.Tensor, cache: Any) -> dict[str, torch.Tensor] | None:
-        """The operator's states of the batch, parts of the cache if there is one; None: of other sizes."""
-        batch, index, size = len(hidden_states), layer.layer_idx, self._state_size(layer)
+    def layer(self) -> Any:
+        """The module."""
+        return self._module()
+
+    def states(self, layer: Any, batch: int, dtype: torch.dtype, cache: Any) -> dict[str, torch.Tensor] | None:
+        """The operator's states of a batch, parts of the cache if there is one; None: of other sizes."""
+        index, size = layer.layer_idx, self._state_size(layer)
         conv_size = batch, getattr(layer, self.conv_name).in_channels, layer.conv_kernel_size
         conv, fresh = None, True
         if cache is not None:
@@ -86,7 +119,7 @@ class _Operator(Guard):
             conv = cache.get_conv_state(index)
             fresh = conv is None
         if conv is None:
-            conv = torch.zeros(conv_size, dtype=hidden_states.dtype)
+            conv = torch.zeros(conv_size, dtype=dtype)
             state = torch.zeros(batch, *size) if size else None
             if cache is not None:
                 cache.update_conv_state(conv, index)
@@ -103,6 +136,32 @@ class _Operator(Guard):
                 return None
             found["state"] = state
         return found
+
+    def decoder_fields(self) -> dict[str, Any]:
+        """The arguments of ``Decoder.add_linear_attention``.
+
+        Raises:
+            ValueError: a projection is not packed, or the operator does not compute the layer.
+        """
+        layer = self._module()
+        if not self._fits(layer):
+            raise ValueError(f"{type(layer).__name__} is not computed by {self.kind}")
+        large, small = self._projections(layer)
+        found, gates = [_packed(each) for each in large], None
+        if all(isinstance(each, PackedLinear) for each in small):
+            found += [_packed(each) for each in small]
+        else:
+            gates = torch.cat([each.weight.detach() for each in small])
+        projections = {"projections": found, "gates": gates, "out": _packed(layer.out_proj), "kind": self.kind}
+        return {**projections, **self.weights(layer), **self._sizes(layer)}
+
+    def _projections(self, layer: Any) -> tuple[list[Any], list[Any]]:
+        """The modules of the projections in a Decoder's order: large ones, and small ones that may be floats."""
+        return [layer.in_proj], []
+
+    def _sizes(self, layer: Any) -> dict[str, Any]:
+        """The other arguments."""
+        return {}
 
     def weights(self, layer: Any) -> dict[str, Any]:
         """Arguments made of the layer's floats, such that the operator does not copy them; made anew if they change."""
@@ -132,8 +191,16 @@ class _Operator(Guard):
         """What the last projection takes: [T, ..] of the hidden states [T, H]."""
 
 
+def _packed(module: Any) -> torch.Tensor:
+    if not isinstance(module, PackedLinear):
+        raise ValueError(f"a projection of linear attention is a {type(module).__name__}, which is not packed")
+    return module.packed
+
+
 class _GatedDelta(_Operator):
     """Qwen3.5's layer, and Qwen3-Next's, whose projections are interleaved."""
+
+    kind = "gated_delta"
 
     def _fits(self, layer: Any) -> bool:
         return (
@@ -161,10 +228,22 @@ class _GatedDelta(_Operator):
         q, k, v, z, b, a = (part[0].flatten(1) for part in parts)
         return torch.cat((q, k, v), -1), z, torch.cat((b, a), -1)
 
+    def _projections(self, layer: Any) -> tuple[list[Any], list[Any]]:
+        if hasattr(layer, "in_proj_qkv"):
+            return [layer.in_proj_qkv, layer.in_proj_z], [layer.in_proj_b, layer.in_proj_a]
+        return [layer.in_proj_qkvz], [layer.in_proj_ba]
+
+    def _sizes(self, layer: Any) -> dict[str, Any]:
+        sizes = {"key_size": layer.head_k_dim, "value_size": layer.head_v_dim}
+        return {**self._heads(layer), **sizes, "interleaved": not hasattr(layer, "in_proj_qkv")}
+
+    def _heads(self, layer: Any) -> dict[str, Any]:
+        heads = {"key_heads": layer.num_k_heads, "value_heads": layer.num_v_heads}
+        return {**heads, "norm_eps": layer.layer_norm_epsilon, "gate": layer.norm.activation}
+
     def _compute(self, layer: Any, hidden_states: torch.Tensor, states: dict[str, torch.Tensor]) -> torch.Tensor:
-        sizes = {"key_heads": layer.num_k_heads, "value_heads": layer.num_v_heads}
-        how = {"norm_eps": layer.layer_norm_epsilon, "gate": layer.norm.activation}
-        return ops.gated_delta(*self._projected(layer, hidden_states), **self.weights(layer), **states, **sizes, **how)
+        rows = self._projected(layer, hidden_states)
+        return ops.gated_delta(*rows, **self.weights(layer), **states, **self._heads(layer))
 
 
 class _StateSpace(_Operator):
