@@ -210,6 +210,7 @@ def test_threads_of_torch_between_steps(monkeypatch):
         return hidden
 
     one.decoder, one.ropes, one.names, one._is_stale = SimpleNamespace(step=record), [], ["layer"], False
+    one.embedding_factor = 1.0
     one.embed = lambda ids: torch.zeros(len(ids), 4)
     one.caches = list
 

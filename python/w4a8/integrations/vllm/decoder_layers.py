@@ -14,6 +14,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsLinearMethod
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import DeepseekScalingRotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope import Phi3LongRoPEScaledRotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from w4a8.core.activation import MoEActivation, as_activation, kernel_activation_kind
@@ -27,6 +28,8 @@ _ROTATIONS = (RotaryEmbedding.forward_native, DeepseekScalingRotaryEmbedding.for
 # vLLM's matrices of latent attention, and fields of ``Decoder.add_layer``.
 _LATENTS = (("W_UK_T", "k_up"), ("W_UV", "v_up"))
 _METHODS = (W4A8LinearMethod, CompressedTensorsLinearMethod)
+# MiniMax's class of RMS norms of all heads at once, whose module differs between versions of vLLM.
+_NORM_OF_HEADS = "MiniMaxText01RMSNormTP"
 # Activation of a dense MLP, by vLLM's class.
 _ACTIVATIONS = {"SiluAndMul": MoEActivation.SILU, "GeluAndMul": MoEActivation.GELU}
 
@@ -71,7 +74,7 @@ class Norms:
         Raises:
             Unfit: another norm, or another epsilon.
         """
-        if type(norm) not in (RMSNorm, GemmaRMSNorm):
+        if type(norm) not in (RMSNorm, GemmaRMSNorm) and type(norm).__name__ != _NORM_OF_HEADS:
             raise Unfit(f"there is no table for the norm {class_name(norm)}")
         if getattr(norm, "variance_size_override", None) is not None:
             raise Unfit("a norm of some values of a row")
@@ -103,16 +106,28 @@ class Ropes:
         return self._numbers[id(rotary)]
 
     def _table(self, rotary: Any) -> torch.Tensor:
-        if getattr(type(rotary), "forward_native", None) not in _ROTATIONS:
-            raise Unfit(f"there is no table for {type(rotary).__qualname__}")
-        kept = rotary.cos_sin_cache
+        kept, exact = _tables(rotary)
         if len(kept) < self.positions:
             raise Unfit(f"a rotary embedding of {len(kept)} positions, fewer than the {self.positions} of an answer")
         kept = kept[: self.positions].float()
         # vLLM keeps the table in the type of the model. A new table is exact; vLLM's is taken if it was changed since.
-        exact = rotary._compute_cos_sin_cache()[: self.positions].float()
+        exact = exact[: self.positions].float()
         same = exact.shape == kept.shape and bool((exact - kept).abs().max() <= 2.0**-8 * kept.abs().max())
         return (exact if same else kept).contiguous()
+
+
+def _tables(rotary: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The table of an embedding as vLLM keeps it, and a new one."""
+    if isinstance(rotary, Phi3LongRoPEScaledRotaryEmbedding):  # has one for short texts, then one for long ones
+        short = rotary.original_max_position_embeddings
+        if rotary.use_long_rope:
+            numbers = (rotary.max_position_embeddings, rotary.long_factor, rotary.long_mscale)
+            return rotary.long_short_cos_sin_cache[short:], rotary._compute_cos_sin_cache(*numbers)
+        numbers = (short, rotary.short_factor, rotary.short_mscale)
+        return rotary.long_short_cos_sin_cache[:short], rotary._compute_cos_sin_cache(*numbers)
+    if getattr(type(rotary), "forward_native", None) not in _ROTATIONS:
+        raise Unfit(f"there is no table for {type(rotary).__qualname__}")
+    return rotary.cos_sin_cache, rotary._compute_cos_sin_cache()
 
 
 def packed(linear: Any) -> tuple[list[torch.Tensor], torch.Tensor | None]:
@@ -164,6 +179,7 @@ def attention_fields(module: Any, norms: Norms, ropes: Ropes) -> dict[str, Any]:
         raise Unfit("layers that share keys and values")
     qkv, qkv_bias = packed(module.qkv_proj)
     out, out_bias = packed(module.o_proj)
+    turns = _turns(module)
     fields: dict[str, Any] = {
         "qkv": qkv,
         "out": _only(module.o_proj, out),
@@ -178,13 +194,20 @@ def attention_fields(module: Any, norms: Norms, ropes: Ropes) -> dict[str, Any]:
         "drops_pages": impl.sliding_window > 0,
         "soft_cap": impl.logits_soft_cap,
         "sinks": None if impl.sinks is None else impl.sinks.data,
-        "rope": ropes.number(module.rotary_emb),
-        "interleaved": not module.rotary_emb.is_neox_style,
+        "rope": ropes.number(module.rotary_emb) if turns else -1,
+        "interleaved": turns and not getattr(module.rotary_emb, "is_neox_style", True),
     }
     for name in ("q_norm", "k_norm"):
         if hasattr(module, name):
             fields[name] = norms.weight(getattr(module, name))
     return fields
+
+
+def _turns(module: Any) -> bool:
+    """Whether an attention has rotary embeddings."""
+    if hasattr(module, "apply_rope_all_layers"):  # EXAONE 4
+        return bool(module.sliding_window or module.apply_rope_all_layers)
+    return bool(getattr(module, "use_rope", True))
 
 
 def vllm_attention(module: Any, family: Family) -> Any:
@@ -334,6 +357,7 @@ def layer_fields(layer: Any, family: Family, norms: Norms, ropes: Ropes) -> tupl
         if any(getattr(owner, name, None) for owner in (layer, module)):
             raise Unfit(f"{class_name(layer)} with {name}")
     fields = {field: norms.weight(getattr(layer, name)) for field, name in family.norms}
+    fields["residual"] = float(getattr(layer, "residual_multiplier", 1.0))
     fields |= (latent_fields if family.is_latent else attention_fields)(module, norms, ropes)
     if class_name(mlp) not in experts:
         return fields | mlp_fields(mlp), {}

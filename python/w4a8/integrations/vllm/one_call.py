@@ -117,8 +117,9 @@ class OneCall:
         self.model, self.inner = model, getattr(model, "model", None)
         self.positions = model_config.max_model_len
         self.family = family_of(self.inner)
+        config = getattr(self.inner, "config", None)
         for name in self.family.refuses:
-            if getattr(getattr(self.inner, "config", None), name, None):
+            if getattr(config, name, None):
                 raise Unfit(f"config.{name} is set")
         if self.family.is_latent and vllm_config.speculative_config is not None:
             raise Unfit("guessed tokens of latent attention")
@@ -128,6 +129,7 @@ class OneCall:
             raise Unfit("this vLLM compiles models in another way")
         self.layers = list(self.inner.layers[self.inner.start_layer : self.inner.end_layer])
         self.embed = self.inner.embed_input_ids
+        self.embedding_factor = float(getattr(config, "embedding_multiplier", 1.0))  # of Granite
         self.attentions = [
             vllm_attention(getattr(layer, self.family.attention_at), self.family) for layer in self.layers
         ]
@@ -190,6 +192,7 @@ class OneCall:
             self._threads.restore()
             return self._stock(input_ids, positions, intermediate_tensors, inputs_embeds)
         hidden = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        hidden = hidden if self.embedding_factor == 1 else hidden * self.embedding_factor
         if not metadata:  # vLLM warms up, and there is no cache yet
             return torch.zeros_like(hidden)
         if self._is_stale:

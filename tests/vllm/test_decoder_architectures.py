@@ -1,0 +1,80 @@
+"""Every architecture of docs/formats.md in engines: all layers in one call beside vLLM's own forward, or why not."""
+
+import re
+
+import pytest
+from compare import kl_divergences
+from conftest import DEFAULT_HEAD, Job, prompts, run_engines
+from gguf_architectures import INT4, LAYERS, STACKED, VOCAB, model_of, write, write_int4
+
+from w4a8.checkpoint.gguf_architectures import NOT_IN_VLLM
+
+NAMES = sorted(name for name in INT4 if name.partition(",")[0] not in NOT_IN_VLLM)
+# Of which there is no table (docs/decoder.md says why): vLLM's class.
+ONE_BY_ONE = {
+    "cohere2": "commandr.CohereModel",
+    "command-r": "commandr.CohereModel",
+    "gemma4": "gemma4.Gemma4Model",
+    "gemma4, experts": "gemma4.Gemma4Model",
+    "granitehybrid": "granitemoehybrid.GraniteMoeHybridModel",
+    "granitemoe, shared": "granitemoeshared.GraniteMoeSharedModel",
+    "hunyuan-dense": "transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense.HunYuanDenseV1Model",
+    "hunyuan-moe": "transformers.models.hunyuan_v1_moe.modeling_hunyuan_v1_moe.HunYuanMoEV1Model",
+    "lfm2": "lfm2.Lfm2Model",
+    "lfm2moe": "lfm2_moe.Lfm2MoeModel",
+    "llama4": "llama4.Llama4Model",
+    "nemotron_h_moe": "nemotron_h.NemotronHModel",
+    "olmo2": "transformers.models.olmo2.modeling_olmo2.Olmo2Model",
+    "olmo2, OLMo 3": "transformers.models.olmo3.modeling_olmo3.Olmo3Model",
+    "phimoe": "phimoe.PhiMoEModel",
+    "qwen35": "qwen3_5.Qwen3_5Model",
+    "qwen35moe": "qwen3_5.Qwen3_5Model",
+    "qwen3next": "qwen3_next.Qwen3NextModel",
+    "seed_oss": "transformers.models.seed_oss.modeling_seed_oss.SeedOssModel",
+    "smollm3": "transformers.models.smollm3.modeling_smollm3.SmolLM3Model",
+}
+
+
+def jobs_of(name, folder):
+    """In one call, and one by one."""
+    model = model_of(name, **({"tie_word_embeddings": True} if name == "lfm2" else {}))
+    path, environment = folder / "checkpoint", {}
+    if name in STACKED:  # no int4 format has such experts
+        path, environment = write(name, model, folder, True), DEFAULT_HEAD
+    else:
+        write_int4(model, path)
+    # That of Phi-3 is one behind the end of short texts.
+    arguments = {"enforce_eager": True, "dtype": "float32", "max_model_len": 256 if name == "phi3, long" else 128}
+    if name.startswith(("deepseek", "lfm2")):  # as in conftest.arguments
+        arguments["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
+    few = [[token % (VOCAB - 3) + 3 for token in prompt] for prompt in prompts()]
+    off = environment | {"W4A8_VLLM_DECODER": "0"}
+    return [Job(path, arguments, few, environment=each) for each in (environment, off)]
+
+
+@pytest.fixture(scope="module")
+def results(request, tmp_path_factory):
+    """By name, of the tests that run: the results of both jobs, and what the log says of the first."""
+    items = [item for item in request.session.items if item.module is request.module]
+    names = [item.callspec.params["name"] for item in items]
+    jobs = [job for name in names for job in jobs_of(name, tmp_path_factory.mktemp("model"))]
+    found, log = run_engines(jobs, tmp_path_factory.mktemp("engines"), 1800, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    for each in found:
+        assert "error" not in each, each["error"]
+    said = re.findall(r"w4a8: ((?:all \d+ )?layers run (?:in one call|one by one: .*))", log)
+    return dict(zip(names, zip(found[::2], found[1::2], said[::2])))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_in_one_call(name, results):
+    """The same roundings to int8 but for ties, which move what attends to a token by little. Another norm, factor or
+    rotation would move nearly all positions."""
+    on, off, said = results[name]
+    if name in ONE_BY_ONE:
+        assert said == f"layers run one by one: there is no table for {ONE_BY_ONE[name]}"
+        return
+    assert said == f"all {LAYERS} layers run in one call"
+    divergences = kl_divergences(off, on).abs()
+    assert divergences.quantile(0.1) < 2e-7  # seen: 5e-8
+    assert divergences.median() < 1e-4  # seen: 2e-5
+    assert (divergences > 1e-3).float().mean() < 0.05
