@@ -37,7 +37,7 @@ class Family:
         mlps: classes in vLLM of dense MLPs and of experts that all tokens share.
         experts: class in vLLM with a router and experts; "": none.
         layer, attention: classes in vLLM.
-        attention_at, mlp_at: attributes of a layer in vLLM; in transformers "self_attn" and "mlp".
+        attention_at, mlp_at: attributes of a layer in vLLM; in transformers "self_attn" and, if there is one, "mlp".
         nothing: attributes of a layer or of its attention in vLLM that must be None or False.
         refuses: fields of the config that must not be set.
         norms: the norms of a layer.
@@ -46,7 +46,7 @@ class Family:
             themselves.
         gated: behind each head of queries are as many numbers, whose sigmoid multiplies the head's result.
         turns_windows_alone: if some layers have a window, the others have no rotary embeddings. In transformers.
-        router: the router's attribute in the module with experts.
+        router: the router's attribute in the module with experts; in transformers "router", if there is one.
         shared: attributes of the module with experts in transformers: the shared expert and its gate; "": none.
         is_latent: attention is latent (MLA), which runs in one call in vLLM alone.
     """
@@ -120,6 +120,7 @@ FAMILIES = {
     "granitemoe": Family("granitemoe.GraniteMoe", (), "MoE", mlp_at="block_sparse_moe"),
     "minimax_m2": Family("minimax_m2.MiniMaxM2", (), "MoE", mlp_at="block_sparse_moe"),
     "olmo2": Family(norms=_BEHIND),
+    "olmo3": Family(norms=_BEHIND),
     "phi3": Family(),
     "seed_oss": Family(),
     "smollm3": Family(),

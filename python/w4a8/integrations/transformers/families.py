@@ -133,7 +133,7 @@ class Stack:
         return [self._packed(parent, part) for part in ((whole,) if hasattr(parent, whole) else parts)]
 
     def _add(self, layer: Any, layer_type: str, rope: int) -> None:
-        config, mlp = self.config, self._part(layer, "mlp")
+        config, mlp = self.config, self._part(layer, "mlp" if hasattr(layer, "mlp") else self.family.mlp_at)
         fields: dict[str, Any] = {name: self._norm(self._part(layer, at)) for name, at in self.family.norms}
         operator = operator_of(layer)
         _require(operator or hasattr(layer, "self_attn"), f"linear attention of {type(layer).__name__} is not packed")
@@ -183,15 +183,19 @@ class Stack:
         return fields
 
     def _add_experts(self, mlp: Any, gate: str) -> None:
-        experts, router = self._part(mlp, "experts"), self._part(mlp, self.family.router)
+        experts = self._part(mlp, "experts")
+        router = self._part(mlp, "router" if hasattr(mlp, "router") else self.family.router)
         _require(isinstance(experts, W4A8Experts), f"{type(mlp).__name__}.experts are not packed")
         _require(experts.sizes.gated, f"{type(mlp).__name__}.experts have no gate")
         bias, routed = getattr(router, "bias", None), router_in_config(self.config.model_type, self.config.to_dict())
+        floats, correction = (*mlp.named_parameters(), *mlp.named_buffers()), None
+        if routed.has_correction_bias:  # of the router, of the module around it, or of one in it
+            (correction,) = (found for name, found in floats if name.endswith("e_score_correction_bias"))
         self.decoder.add_experts(
             router.weight.detach(), None if bias is None else bias.detach(), experts.w13_packed, experts.w2_packed,
             top_k=router.top_k, activation_kind=int(experts.activation),
             shared_gate=self._part(mlp, gate).weight.detach()[0] if gate else None, **routed.arguments,
-            e_score_correction_bias=router.e_score_correction_bias if routed.has_correction_bias else None,
+            e_score_correction_bias=None if correction is None else correction.detach().flatten(),
             **experts.numbers._asdict(),
         )  # fmt: skip
 
