@@ -14,6 +14,7 @@ from peers.options import chosen, names
 from peers.report import Collected, goals_table
 from peers.session import Failed, Worker
 from qwen3_moe import Shapes
+from real_size.qwen35 import HybridShapes
 from real_size.write import NotEnoughSpace, write
 
 ENTRIES = [*in_vllm.ENTRIES, *in_llama.ENTRIES]
@@ -26,6 +27,7 @@ def numbers(text: str) -> list[int]:
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=4, help="of 48 (default: 4, and so much of the vocabulary)")
+    parser.add_argument("--hybrid", action="store_true", help="Qwen3.5-35B-A3B, of 40 layers, from one GGUF file")
     parser.add_argument("--folder", type=Path, help="of the models (default: build/models/LAYERS-layers)")
     parser.add_argument("--ways", type=names, default=[], help="parts of names, e.g. w4a8,llama (default: all)")
     parser.add_argument("--rounds", type=int, default=3, help="each starts every way once (default: 3)")
@@ -38,8 +40,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--no-serve", action="store_true", help="leave out the served load")
     parser.add_argument("--output", help="name of the files in lab/results (default: models-LAYERS)")
     found = parser.parse_args()
-    found.folder = found.folder or ROOT / f"build/models/{found.layers}-layers"
-    found.output = found.output or f"models-{found.layers}"
+    kind = "hybrid-" if found.hybrid else ""
+    found.folder = found.folder or ROOT / f"build/models/{kind}{found.layers}-layers"
+    found.output = found.output or f"models-{kind}{found.layers}"
     return found
 
 
@@ -87,8 +90,10 @@ def main() -> None:
     # Prompt and answer of the longest question, or of eight short ones that share a cache.
     longest = max([2048, *args.prompts, *args.behind]) + 256
     os.environ[base.POSITIONS_VARIABLE] = str(longest)
-    shapes = Shapes.cut(args.layers)
+    shapes = (HybridShapes if args.hybrid else Shapes).cut(args.layers)
     entries = [entry for entry in ENTRIES if chosen(entry.name, args.ways)]
+    if args.hybrid:
+        entries = [entry for entry in entries if entry.format == "gguf-q4_k_m"]
     records = {
         entry: {
             "entry": entry.name,

@@ -13,15 +13,17 @@ from pathlib import Path
 
 from qwen3_moe import Shapes
 
+from real_size.qwen35 import HybridShapes
 from real_size.write import FORMATS, NotEnoughSpace, write
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="real_size", description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--layers", type=int, default=48, help="default: all 48, 16.7 GB in groups of 128")
+    parser.add_argument("--hybrid", action="store_true", help="Qwen3.5-35B-A3B, of gguf-q4_k_m alone")
+    parser.add_argument("--layers", type=int, help="default: all 48, 16.7 GB in groups of 128")
     parser.add_argument("--group", type=int, default=128, help="int4 weights per scale (default: 128)")
-    parser.add_argument("--vocabulary", type=int, default=151936, help="default: 151936")
+    parser.add_argument("--vocabulary", type=int, help="default: 151936")
     parser.add_argument(
         "--formats",
         type=lambda text: text.split(","),
@@ -30,7 +32,9 @@ def main() -> None:
     )
     args = parser.parse_args()
     try:
-        shapes = Shapes(layers=args.layers, group=args.group, vocabulary=args.vocabulary)
+        sizes = {"layers": args.layers, "vocabulary": args.vocabulary, "group": args.group}
+        made = {name: size for name, size in sizes.items() if size is not None}
+        shapes = HybridShapes(**made) if args.hybrid else Shapes(**made)
         write(shapes, args.folder, args.formats)
     except (NotEnoughSpace, ValueError) as error:
         sys.exit(f"error: {error}")

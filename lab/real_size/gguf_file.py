@@ -11,6 +11,8 @@ from typing import Protocol
 import numpy as np
 from qwen3_moe import Shapes
 
+from real_size.qwen35 import HybridShapes
+
 SUPERBLOCK = 256  # values of a block of a K-quant
 # Weights and bytes of a block.
 BLOCKS = {"F32": (1, 4), "Q4_0": (32, 18), "Q4_K": (SUPERBLOCK, 144), "Q6_K": (SUPERBLOCK, 210)}
@@ -34,8 +36,8 @@ class Part:
 
     @property
     def is_float(self) -> bool:
-        """Norms and routers."""
-        return len(self.shape) == 1 or "gate_inp" in self.name
+        """Norms, routers and convolutions."""
+        return len(self.shape) == 1 or "gate_inp" in self.name or "conv1d" in self.name
 
 
 class Source(Protocol):
@@ -53,28 +55,41 @@ def parts(shapes: Shapes) -> Iterator[Part]:
     table = (shapes.vocabulary, shapes.hidden)
     yield Part("token_embd.weight", "model.embed_tokens", table)
     for layer in range(shapes.layers):
-        yield from _layer(shapes, layer)
+        yield from (_layer if shapes.architecture == "qwen3moe" else _hybrid_layer)(shapes, layer)
     yield Part("output_norm.weight", "model.norm", (shapes.hidden,))
     yield Part("output.weight", "lm_head", table)
 
 
 def _layer(s: Shapes, layer: int) -> Iterator[Part]:
-    wide, narrow, inner = s.heads * s.head_dim, s.kv_heads * s.head_dim, s.intermediate
+    wide, narrow = s.heads * s.head_dim, s.kv_heads * s.head_dim
     for name, module, shape in (
         ("attn_norm", "input_layernorm", (s.hidden,)),
         ("ffn_norm", "post_attention_layernorm", (s.hidden,)),
         ("attn_q_norm", "self_attn.q_norm", (s.head_dim,)),
         ("attn_k_norm", "self_attn.k_norm", (s.head_dim,)),
-        ("ffn_gate_inp", "mlp.gate", (s.experts, s.hidden)),
         ("attn_q", "self_attn.q_proj", (wide, s.hidden)),
         ("attn_k", "self_attn.k_proj", (narrow, s.hidden)),
         ("attn_v", "self_attn.v_proj", (narrow, s.hidden)),
         ("attn_output", "self_attn.o_proj", (s.hidden, wide)),
-        ("ffn_gate_exps", "mlp.experts.{}.gate_proj", (s.experts, inner, s.hidden)),
-        ("ffn_up_exps", "mlp.experts.{}.up_proj", (s.experts, inner, s.hidden)),
-        ("ffn_down_exps", "mlp.experts.{}.down_proj", (s.experts, s.hidden, inner)),
     ):
         yield Part(f"blk.{layer}.{name}.weight", f"model.layers.{layer}.{module}", shape, layer)
+    yield from _experts(s, layer)
+
+
+def _experts(s: Shapes, layer: int) -> Iterator[Part]:
+    for name, module, shape in (
+        ("ffn_gate_inp", "mlp.gate", (s.experts, s.hidden)),
+        ("ffn_gate_exps", "mlp.experts.{}.gate_proj", (s.experts, s.intermediate, s.hidden)),
+        ("ffn_up_exps", "mlp.experts.{}.up_proj", (s.experts, s.intermediate, s.hidden)),
+        ("ffn_down_exps", "mlp.experts.{}.down_proj", (s.experts, s.hidden, s.intermediate)),
+    ):
+        yield Part(f"blk.{layer}.{name}.weight", f"model.layers.{layer}.{module}", shape, layer)
+
+
+def _hybrid_layer(s: HybridShapes, layer: int) -> Iterator[Part]:
+    for name, shape in s.layer_parts(layer):
+        yield Part(f"blk.{layer}.{name}", "", shape, layer)
+    yield from _experts(s, layer)
 
 
 def _type(part: Part, source: Source) -> str:
@@ -109,8 +124,8 @@ def write(shapes: Shapes, source: Source, file_type: str, path: Path, wrote: Cal
     import gguf
 
     part_path = path.with_suffix(".part")
-    writer = gguf.GGUFWriter(part_path, "qwen3moe")
-    writer.add_name(f"random Qwen3-30B-A3B, {shapes.layers} layers")
+    writer = gguf.GGUFWriter(part_path, shapes.architecture)
+    writer.add_name(f"random {shapes.architecture}, {shapes.layers} layers")
     writer.add_context_length(shapes.positions)
     writer.add_block_count(shapes.layers)
     writer.add_embedding_length(shapes.hidden)
@@ -125,6 +140,9 @@ def write(shapes: Shapes, source: Source, file_type: str, path: Path, wrote: Cal
     writer.add_expert_used_count(shapes.top_k)
     writer.add_expert_feed_forward_length(shapes.intermediate)
     writer.add_vocab_size(shapes.vocabulary)
+    for key, value in shapes.keys().items():
+        name = f"{shapes.architecture}.{key}"
+        writer.add_array(name, value) if isinstance(value, list) else writer.add_uint32(name, value)
     writer.add_tokenizer_model("none")  # token ids only
     writer.add_file_type(gguf.LlamaFileType[file_type])
     found = list(parts(shapes))

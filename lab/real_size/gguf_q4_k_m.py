@@ -76,7 +76,7 @@ class RandomBlocks:
         columns = part.shape[-1]
         if part.is_float:
             if len(part.shape) == 1:
-                return np.ones(part.shape, np.float32)
+                return np.full(part.shape, -0.1 if part.name.endswith("ssm_a") else 1.0, np.float32)
             return generator(part.name).standard_normal(part.shape, np.float32) / np.float32(math.sqrt(columns))
         size = 1.0 if part.module == "model.embed_tokens" else 1 / math.sqrt(columns)
         make = q6_k if self.type_of(part) == "Q6_K" else q4_k

@@ -100,6 +100,8 @@ def write(shapes: Shapes, folder: Path, formats: Sequence[str]) -> None:
         ValueError: an unknown format, or a folder that holds another model.
     """
     shapes = replace(shapes, scheme="w4a8")
+    if shapes.architecture != "qwen3moe" and list(formats) != ["gguf-q4_k_m"]:
+        raise ValueError(f"formats are {','.join(formats)!r}, expected gguf-q4_k_m for {shapes.architecture}")
     missing = [name for name in with_sources(formats) if not is_written(folder, shapes, name)]
     for name in missing:
         if (folder / name / COMPLETE).exists():

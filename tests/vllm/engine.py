@@ -6,7 +6,8 @@ A line on standard input is a JSON object: "jobs", "results" and "log" (paths), 
 
 The jobs are a JSON list of {"model", "arguments" (of LLM), "prompts" (token ids), "tokens", "environment" (variables)}.
 The results, a torch file, get one entry per job: {"error"}, or {"outputs": token ids, "logprobs": float32
-[prompt + output - 1, vocabulary] per prompt, "cached": tokens of each prompt that were not computed again},
+[prompt + output - 1, vocabulary] per prompt, "cached": tokens of each prompt that were not computed again,
+"preempted": how often the scheduler took a sequence's pages away},
 and for a job with "reload", a second checkpoint, the same again under "reloaded". "amx": whether vLLM was told of AMX.
 "compiled": how many models and graphs this process has compiled so far, and how many it has loaded instead.
 """
@@ -97,11 +98,27 @@ def compiled() -> dict[str, int]:
     }
 
 
+def preempted() -> int:
+    """How often sequences of this process have lost their pages so far."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    preempt = Scheduler._preempt_request
+    if not hasattr(preempt, "count"):
+
+        def counted(*args, **kwargs):
+            counted.count += 1
+            return preempt(*args, **kwargs)
+
+        counted.count, Scheduler._preempt_request = 0, counted
+    return Scheduler._preempt_request.count
+
+
 def answers(llm, job: dict) -> dict:
     """Outputs and log-probabilities of the prompts."""
     import torch
     from vllm import SamplingParams
 
+    before = preempted()
     greedy = {"temperature": 0, "ignore_eos": True, "detokenize": False}
     prompts = [{"prompt_token_ids": ids} for ids in job["prompts"]]
     # Prompts together, of different lengths: prefill and decode of several sequences in one step.
@@ -112,7 +129,8 @@ def answers(llm, job: dict) -> dict:
         scored = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=-1, **greedy), use_tqdm=False)
         rows = [_rows(output.prompt_logprobs) + row for output, row in zip(scored, rows)]
     cached = [output.num_cached_tokens for output in outputs]
-    return {"outputs": tokens, "logprobs": [torch.tensor(row) for row in rows], "cached": cached}
+    rows, lost = [torch.tensor(row) for row in rows], preempted() - before
+    return {"outputs": tokens, "logprobs": rows, "cached": cached, "preempted": lost}
 
 
 def run_all(jobs_path: str, results_path: str) -> None:

@@ -142,11 +142,10 @@ attention.register_attention()
 latent_attention.register_latent_attention()
 
 
-def engine(block_size=128, user=False, hybrid=False, backend=None):
+def engine(block_size=128, user=False, backend=None):
     return SimpleNamespace(
         attention_config=SimpleNamespace(backend=backend and SimpleNamespace(name=backend)),
         cache_config=SimpleNamespace(block_size=block_size, user_specified_block_size=user),
-        model_config=SimpleNamespace(is_hybrid=hybrid),
     )
 
 
@@ -170,7 +169,6 @@ def engine(block_size=128, user=False, hybrid=False, backend=None):
         ({"head_size": 72}, {}, "heads of 72"),
         ({"kv_cache_dtype": "fp8"}, {}, "a KV cache of fp8"),
         ({}, {"block_size": 32, "user": True}, "blocks of 32 tokens, which are no multiple of 64"),
-        ({}, {"hybrid": True}, "a model whose layers are not all attention"),
         ({"use_mm_prefix": True}, {}, "mm_prefix"),
         ({"use_dcp": True}, {}, "dcp"),
     ],

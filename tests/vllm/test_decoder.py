@@ -205,14 +205,14 @@ def test_threads_of_torch_between_steps(monkeypatch):
     one.family = SimpleNamespace(is_latent=False)
     seen = []
 
-    def record(hidden, positions, caches, tables, ropes, rows=None, normed=None, threads=0):
+    def record(hidden, positions, caches, tables, ropes, rows=None, normed=None, threads=0, states=None):
         seen.append((len(hidden), threads, torch.get_num_threads()))
         return hidden
 
     one.decoder, one.ropes, one.names, one._is_stale = SimpleNamespace(step=record), [], ["layer"], False
     one.embedding_factor = 1.0
     one.embed = lambda ids: torch.zeros(len(ids), 4)
-    one.caches = list
+    one.caches, one.linear = list, []
 
     def call(tokens, **given):
         step.num_actual_tokens, step.query_start_loc = tokens, torch.tensor([0, tokens])

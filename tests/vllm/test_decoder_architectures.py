@@ -27,9 +27,6 @@ ONE_BY_ONE = {
     "olmo2": "transformers.models.olmo2.modeling_olmo2.Olmo2Model",
     "olmo2, OLMo 3": "transformers.models.olmo3.modeling_olmo3.Olmo3Model",
     "phimoe": "phimoe.PhiMoEModel",
-    "qwen35": "qwen3_5.Qwen3_5Model",
-    "qwen35moe": "qwen3_5.Qwen3_5Model",
-    "qwen3next": "qwen3_next.Qwen3NextModel",
     "seed_oss": "transformers.models.seed_oss.modeling_seed_oss.SeedOssModel",
     "smollm3": "transformers.models.smollm3.modeling_smollm3.SmolLM3Model",
 }

@@ -5,7 +5,7 @@ Unless noted otherwise, attributes of a layer and of its parts have the same nam
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 # Pairs: field of ``Decoder.add_layer``, attribute of a layer.
 Norms = tuple[tuple[str, str], ...]
@@ -74,7 +74,21 @@ class Family:
         return tuple(end if "." in end else self.vllm + end for end in ends if end)
 
 
-_HYBRID = Family(one_more=True, gated=True, shared=("shared_expert", "shared_expert_gate"))
+_QWEN3_NEXT = Family(
+    "qwen3_next.Qwen3Next",
+    ("qwen2_moe.Qwen2MoeMLP",),
+    "SparseMoeBlock",
+    nothing=("layer_scale", "dual_chunk_attention_config"),
+    one_more=True,
+    gated=True,
+    shared=("shared_expert", "shared_expert_gate"),
+)
+_QWEN3_5 = replace(
+    _QWEN3_NEXT,
+    vllm="qwen3_5.Qwen3_5",
+    experts="qwen3_next.Qwen3NextSparseMoeBlock",
+    attention="qwen3_next.Qwen3NextAttention",
+)
 _CHUNKED = ("dual_chunk_attention_config",)
 # By transformers' model_type.
 FAMILIES = {
@@ -102,7 +116,9 @@ FAMILIES = {
         "attn",
         router="router",
     ),
-    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"), _HYBRID),
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_5_text": _QWEN3_5,
+    "qwen3_5_moe_text": _QWEN3_5,
     "gemma2": Family("gemma2.Gemma2", norms=_FOUR, one_more=True),
     "gemma3_text": Family("gemma3.Gemma3", refuses=("use_bidirectional_attention",), norms=_FOUR, one_more=True),
     "ernie4_5": Family(interleaved=True),

@@ -256,8 +256,6 @@ def reason_against(asked: Any, vllm_config: Any) -> str | None:
     cache = vllm_config.cache_config
     if (cache.user_specified_block_size or asked.use_mla) and cache.block_size % BLOCK_TOKENS != 0:
         return f"blocks of {cache.block_size} tokens, which are no multiple of {BLOCK_TOKENS}"
-    if getattr(vllm_config.model_config, "is_hybrid", False):
-        return "a model whose layers are not all attention"
     for name in ("use_mm_prefix", "use_per_head_quant_scales", "use_kv_connector", "use_dcp", "use_pcp", "use_rswa"):
         if getattr(asked, name, False):
             return name.removeprefix("use_")

@@ -6,7 +6,7 @@ A class outside of the table, or an unexpected attribute, is :class:`Unfit`: the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
@@ -14,17 +14,19 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsLinearMethod
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import DeepseekScalingRotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope import Phi3LongRoPEScaledRotaryEmbedding
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from w4a8.core.activation import MoEActivation, as_activation, kernel_activation_kind
 from w4a8.core.families import FAMILIES, Family
-from w4a8.integrations.vllm import attention, settings
+from w4a8.integrations.vllm import attention, linear_attention, settings
 from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
 from w4a8.integrations.vllm.products import products_of
 
-_ROTATIONS = (RotaryEmbedding.forward_native, DeepseekScalingRotaryEmbedding.forward_native)
+# Of MRotaryEmbedding for text, whose positions are the same on all axes.
+_ROTATIONS = tuple(each.forward_native for each in (RotaryEmbedding, MRotaryEmbedding, DeepseekScalingRotaryEmbedding))
 # vLLM's matrices of latent attention, and fields of ``Decoder.add_layer``.
 _LATENTS = (("W_UK_T", "k_up"), ("W_UV", "v_up"))
 _METHODS = (W4A8LinearMethod, CompressedTensorsLinearMethod)
@@ -195,12 +197,40 @@ def attention_fields(module: Any, norms: Norms, ropes: Ropes) -> dict[str, Any]:
         "soft_cap": impl.logits_soft_cap,
         "sinks": None if impl.sinks is None else impl.sinks.data,
         "rope": ropes.number(module.rotary_emb) if turns else -1,
+        "gated": bool(getattr(module, "attn_output_gate", False)),
         "interleaved": turns and not getattr(module.rotary_emb, "is_neox_style", True),
     }
     for name in ("q_norm", "k_norm"):
         if hasattr(module, name):
             fields[name] = norms.weight(getattr(module, name))
     return fields
+
+
+def linear_fields(module: Any) -> dict[str, Any]:
+    """The arguments of ``Decoder.add_linear_attention``.
+
+    Raises:
+        Unfit: linear attention is not computed here.
+    """
+    if not getattr(module, "w4a8_runs_core", False):
+        raise Unfit("linear attention is vLLM's (the log says why)")
+    projections, gates = _without_bias(module.in_proj_qkvz), None
+    small = products_of(module.in_proj_ba)
+    if small and all(product.group is not None for product in small):
+        projections = projections + _without_bias(module.in_proj_ba)
+    else:
+        gates, _ = float_weight(module.in_proj_ba)
+    return {
+        "projections": projections,
+        "gates": gates,
+        "out": _only(module.out_proj, _without_bias(module.out_proj)),
+        "kind": "gated_delta",
+        "key_size": module.head_k_dim,
+        "value_size": module.head_v_dim,
+        "interleaved": module.gqa_interleaved_layout,
+        **linear_attention.weights_of(module),
+        **linear_attention.numbers_of(module),
+    }
 
 
 def _turns(module: Any) -> bool:
@@ -210,14 +240,22 @@ def _turns(module: Any) -> bool:
     return bool(getattr(module, "use_rope", True))
 
 
-def vllm_attention(module: Any, family: Family) -> Any:
-    """vLLM's attention of a layer, which owns the cache.
+def vllm_attention(layer: Any, family: Family) -> Any:
+    """vLLM's attention of a layer, which owns the cache; None: it has linear attention (:func:`linear_of`).
 
     Raises:
         Unfit: there is no table for the class.
     """
+    if linear_of(layer) is not None:
+        return None
+    module = getattr(layer, family.attention_at)
     _expect(module, family.classes(family.attention))
     return module.mla_attn.mla_attn if family.is_latent else module.attn
+
+
+def linear_of(layer: Any) -> Any:
+    """vLLM's linear attention of a layer, which owns the states; None: the layer has none."""
+    return getattr(layer, "linear_attn", None)
 
 
 def latent_fields(module: Any, norms: Norms, ropes: Ropes) -> dict[str, Any]:
@@ -342,25 +380,37 @@ def float_weight(linear: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     return linear.quant_method.apply(linear, unit).t().contiguous(), bias
 
 
-def layer_fields(layer: Any, family: Family, norms: Norms, ropes: Ropes) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The arguments of ``Decoder.add_layer`` and of ``Decoder.add_experts``, {} without experts.
+class LayerFields(NamedTuple):
+    """Arguments of the methods of ``Decoder`` by which a layer is added; {}: not called."""
+
+    layer: dict[str, Any]
+    linear_attention: dict[str, Any]
+    experts: dict[str, Any]
+
+
+def layer_fields(layer: Any, family: Family, norms: Norms, ropes: Ropes) -> LayerFields:
+    """The arguments for a layer.
 
     Raises:
         Unfit: a part differs from the table.
     """
     experts = family.classes(family.experts)
     _expect(layer, family.classes(family.layer))
-    module, mlp = getattr(layer, family.attention_at), getattr(layer, family.mlp_at)
-    _expect(module, family.classes(family.attention))
+    linear, mlp = linear_of(layer), getattr(layer, family.mlp_at)
+    module = getattr(layer, family.attention_at) if linear is None else linear
+    if linear is None:
+        _expect(module, family.classes(family.attention))
     _expect(mlp, family.classes(*family.mlps) + experts)
     for name in family.nothing:
         if any(getattr(owner, name, None) for owner in (layer, module)):
             raise Unfit(f"{class_name(layer)} with {name}")
     fields = {field: norms.weight(getattr(layer, name)) for field, name in family.norms}
     fields["residual"] = float(getattr(layer, "residual_multiplier", 1.0))
-    fields |= (latent_fields if family.is_latent else attention_fields)(module, norms, ropes)
+    if linear is None:
+        fields |= (latent_fields if family.is_latent else attention_fields)(module, norms, ropes)
+    states = {} if linear is None else linear_fields(linear)
     if class_name(mlp) not in experts:
-        return fields | mlp_fields(mlp), {}
+        return LayerFields(fields | mlp_fields(mlp), states, {})
     routed = expert_fields(mlp.experts, getattr(mlp, family.router))
     if mlp.experts.shared_experts is not None:
         shared = mlp.experts.shared_experts._layer
@@ -368,4 +418,4 @@ def layer_fields(layer: Any, family: Family, norms: Norms, ropes: Ropes) -> tupl
         fields |= mlp_fields(shared)
         gate = getattr(shared, "expert_gate", None)
         routed["shared_gate"] = None if gate is None else float_weight(gate)[0].flatten()
-    return fields, routed
+    return LayerFields(fields, states, routed)

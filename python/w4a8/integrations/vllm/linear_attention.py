@@ -102,26 +102,18 @@ def core(qkv: torch.Tensor, z: torch.Tensor, ba: torch.Tensor, layer_name: str) 
     sequences, tokens = step.num_decodes + step.num_prefills, step.num_decode_tokens + step.num_prefill_tokens
     if tokens == 0:
         return qkv.new_zeros(z.shape)
-    fresh = torch.zeros(sequences, dtype=torch.bool)
-    if step.num_prefills > 0:
-        fresh[step.num_decodes :] = ~step.has_initial_state[step.num_decodes : sequences]
-    if layer.w4a8_weights is None:
-        layer.w4a8_weights = _weights(layer)
-    conv_state, state = _states(layer)
+    conv_state, state = states_of(layer)
     out = gated_delta(
         qkv[:tokens],
         z[:tokens],
         ba[:tokens],
-        **layer.w4a8_weights,
+        **weights_of(layer),
         conv_state=conv_state,
         state=state,
         slots=step.non_spec_state_indices_tensor[:sequences],
         query_start_loc=step.non_spec_query_start_loc[: sequences + 1],
-        fresh=fresh,
-        key_heads=layer.num_k_heads // layer.tp_size,
-        value_heads=layer.num_v_heads // layer.tp_size,
-        norm_eps=layer.norm.eps,
-        gate="sigmoid" if layer.norm.activation == "sigmoid" else "silu",
+        fresh=fresh_sequences(step),
+        **numbers_of(layer),
     )
     return out if tokens == len(qkv) else torch.cat([out, out.new_zeros(len(qkv) - tokens, out.shape[1])])
 
@@ -134,15 +126,27 @@ def _forget(layer: Any) -> None:
     layer.w4a8_weights = None
 
 
-def _weights(layer: Any) -> dict[str, torch.Tensor]:
-    """conv_weight, a, dt_bias and norm of gated_delta, as float32."""
+def weights_of(layer: Any) -> dict[str, torch.Tensor]:
+    """conv_weight, a, dt_bias and norm of gated_delta, as float32; made once."""
     from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import _unpacked_conv_weight
 
-    found = layer_weights(_unpacked_conv_weight(layer), layer.A_log, layer.dt_bias)
-    return {**found, "norm": layer.norm.weight.detach().float()}
+    if layer.w4a8_weights is None:
+        found = layer_weights(_unpacked_conv_weight(layer), layer.A_log, layer.dt_bias)
+        layer.w4a8_weights = {**found, "norm": layer.norm.weight.detach().float()}
+    return layer.w4a8_weights
 
 
-def _states(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def numbers_of(layer: Any) -> dict[str, Any]:
+    """The other arguments of gated_delta, of this rank's heads."""
+    return {
+        "key_heads": layer.num_k_heads // layer.tp_size,
+        "value_heads": layer.num_v_heads // layer.tp_size,
+        "norm_eps": layer.norm.eps,
+        "gate": "sigmoid" if layer.norm.activation == "sigmoid" else "silu",
+    }
+
+
+def states_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """conv_state and state of gated_delta: vLLM's pages. For guesses it has rows more of conv_state, at the end."""
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
@@ -150,6 +154,14 @@ def _states(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     conv_state = conv_state.transpose(1, 2) if is_conv_state_dim_first() else conv_state
     slots, heads, value_size, key_size = state.shape
     return conv_state[:, : layer.conv_kernel_size - 1], state.view(slots, heads, key_size, value_size)
+
+
+def fresh_sequences(step: Any) -> torch.Tensor:
+    """Which sequences of a step, by vLLM's metadata, begin with it: bool [sequences]."""
+    fresh = torch.zeros(step.num_decodes + step.num_prefills, dtype=torch.bool)
+    if step.num_prefills > 0:
+        fresh[step.num_decodes :] = ~step.has_initial_state[step.num_decodes : len(fresh)]
+    return fresh
 
 
 def _vllms_core(layer: Any, qkv: torch.Tensor, z: torch.Tensor, ba: torch.Tensor) -> torch.Tensor:

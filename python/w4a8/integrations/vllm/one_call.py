@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from vllm.forward_context import get_forward_context
 
-from w4a8.decoder import Decoder, StepThreads
+from w4a8.decoder import Decoder, States, StepThreads
 from w4a8.integrations.vllm import settings
 from w4a8.integrations.vllm.config import is_ours
 from w4a8.integrations.vllm.decoder_layers import (
@@ -20,10 +20,12 @@ from w4a8.integrations.vllm.decoder_layers import (
     Unfit,
     family_of,
     layer_fields,
+    linear_of,
     packed_head,
     share_latents,
     vllm_attention,
 )
+from w4a8.integrations.vllm.linear_attention import fresh_sequences, states_of
 from w4a8.integrations.vllm.loaded import after_loading, before_loading_again
 from w4a8.integrations.vllm.log import logger
 
@@ -50,7 +52,7 @@ def attach(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
         reason = str(error) if isinstance(error, (Unfit, RuntimeError)) else f"{type(error).__name__}: {error}"
         logger().info("w4a8: layers run one by one: %s", reason)
         return
-    logger().info("w4a8: all %d layers run in one call (%s=0: one by one)", len(layers.attentions), settings.DECODER)
+    logger().info("w4a8: all %d layers run in one call (%s=0: one by one)", len(layers.layers), settings.DECODER)
 
 
 def reason_against(vllm_config: Any, model_config: Any) -> str | None:
@@ -105,6 +107,7 @@ class OneCall:
 
     Attributes:
         attentions: vLLM's attention of each layer, which owns the cache.
+        linear: vLLM's linear attention of the other layers.
     """
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
@@ -130,9 +133,11 @@ class OneCall:
         self.layers = list(self.inner.layers[self.inner.start_layer : self.inner.end_layer])
         self.embed = self.inner.embed_input_ids
         self.embedding_factor = float(getattr(config, "embedding_multiplier", 1.0))  # of Granite
-        self.attentions = [
-            vllm_attention(getattr(layer, self.family.attention_at), self.family) for layer in self.layers
-        ]
+        found = (vllm_attention(layer, self.family) for layer in self.layers)
+        self.attentions = [each for each in found if each is not None]
+        self.linear = [each for each in map(linear_of, self.layers) if each is not None]
+        if self.linear and vllm_config.speculative_config is not None:
+            raise Unfit("guessed tokens of linear attention")
         self.names = [each.layer_name for each in self.attentions]
         head = getattr(model, "lm_head", None)
         # Guessed tokens want logits of more rows.
@@ -155,13 +160,15 @@ class OneCall:
         weight = norms.weight(self.inner.norm)
         head = None if self._head_layer is None else packed_head(self._head_layer)
         decoder = Decoder(weight, head, hidden_size=len(weight), eps=norms.eps)
-        for layer, experts in fields:
+        for layer, linear, experts in fields:
             decoder.add_layer(**layer)
+            if linear:
+                decoder.add_linear_attention(**linear)
             if experts:
                 decoder.add_experts(**experts)
         if self.family.is_latent:
-            for layer, (made, _) in zip(self.layers, fields):
-                share_latents(getattr(layer, self.family.attention_at), made)
+            for layer, made in zip(self.layers, fields):
+                share_latents(getattr(layer, self.family.attention_at), made.layer)
         self.decoder, self.ropes, self._is_stale = decoder, ropes.tables, False
 
     def take_over(self) -> None:
@@ -187,8 +194,9 @@ class OneCall:
         metadata = get_forward_context().attn_metadata
         if isinstance(metadata, list):
             (metadata,) = metadata
-        if self.family.is_latent and metadata and metadata[self.names[0]].num_prefills > 0:
-            # Prompts need keys and values of each head, which the operator does not make of latents.
+        of_pictures = positions.dim() == 2 and not bool((positions == positions[0]).all())
+        if of_pictures or (self.family.is_latent and metadata and metadata[self.names[0]].num_prefills > 0):
+            # Latent prompts need keys and values of each head, which the operator does not make of latents.
             self._threads.restore()
             return self._stock(input_ids, positions, intermediate_tensors, inputs_embeds)
         hidden = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
@@ -206,17 +214,19 @@ class OneCall:
         if all(table is pages[0] for table in pages):
             pages = pages[:1]
         tables = (pages, steps[0].seq_lens, starts)
-        step = (hidden[:tokens], positions[:tokens].long(), self.caches(), tables, self.ropes)
+        places = positions[0] if positions.dim() == 2 else positions
+        step = (hidden[:tokens], places[:tokens].long(), self.caches(), tables, self.ropes)
+        states = self.states(metadata)
         if self._head is None or inputs_embeds is not None:
             self._threads.restore()
             threads = 0
         else:
             threads = self._threads.before(tokens)
         if self._head is None:
-            found = self.decoder.step(*step)
+            found = self.decoder.step(*step, states=states)
         else:
             found, last = torch.empty_like(step[0]), (starts[1:].long() - 1).clamp_(min=0)
-            logits = self.decoder.step(*step, last, found, threads)
+            logits = self.decoder.step(*step, last, found, threads, states)
             self._head.keep(found[last], logits)
         if tokens == len(hidden):
             return found
@@ -230,3 +240,15 @@ class OneCall:
             self._caches = [impl.blocks(cache, impl.head_size) for impl, cache in zip(impls, now)]
             self._kept = now
         return self._caches
+
+    def states(self, metadata: dict[str, Any]) -> States | None:
+        """Of each layer with linear attention; None: there is none."""
+        if not self.linear:
+            return None
+        steps = [metadata[each.prefix] for each in self.linear]
+        sequences = steps[0].num_decodes + steps[0].num_prefills
+        if all(step is steps[0] for step in steps):
+            steps = steps[:1]
+        slots = [step.non_spec_state_indices_tensor[:sequences] for step in steps]
+        conv_states, states = zip(*map(states_of, self.linear))
+        return States(conv_states, states, slots, fresh_sequences(steps[0]))
