@@ -41,7 +41,7 @@ def test_peak_while_loading(shuffled, tmp_path):
 
 
 def write_gguf(path):
-    """Two layers of experts, as a Q4_K_M file has them, 370 MB; embeddings of 131 MB in bfloat16."""
+    """Two layers of experts, as a Q4_K_M file has them, 370 MB; embeddings of 54 MB, which are 131 MB in bfloat16."""
     hidden, inner, experts, vocab, layers = 2048, 768, 64, 32000, 2
     generator, tensors = np.random.default_rng(0), {}
 
@@ -76,11 +76,11 @@ def write_gguf(path):
 
 
 def test_peak_while_loading_a_gguf_file(tmp_path):
-    """What is packed, the embeddings, and what is unpacked of a matrix at once: 2^25 codes of a byte, their copy where
-    they wait, and of the embeddings 2^22 floats and what they are made of."""
+    """What is packed, embeddings too, and what is unpacked of a matrix at once: 2^25 codes of a byte, and their copy
+    where they wait."""
     path = write_gguf(tmp_path / "model.gguf")
     variables = environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CACHE_ROOT=str(tmp_path / "cache"))
     weights, peak = meter.run(LOAD, path, **variables)
     print(f"{weights / 1e6:.0f} MB of weights, peak {peak / 1e6:.0f} MB")
-    assert weights > 550e6
+    assert 480e6 < weights < 530e6
     assert peak < weights + 6 * (1 << 25)

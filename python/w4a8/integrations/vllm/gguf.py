@@ -31,6 +31,7 @@ from w4a8.core.memory import on_cpu
 from w4a8.core.threads import call_each
 from w4a8.core.weight import ExpertWeights, Floats, Weight
 from w4a8.integrations.expectations import missing, more_to_implement
+from w4a8.integrations.vllm.embeddings import give_method, pack_embeddings
 from w4a8.integrations.vllm.gguf_folder import (
     NAME,
     SAYS,
@@ -41,6 +42,7 @@ from w4a8.integrations.vllm.gguf_folder import (
     sources_of_file,
 )
 from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod
+from w4a8.integrations.vllm.products import products_of
 from w4a8.integrations.vllm.pulled import Pulled, PulledConfig, PulledExperts, pulled_layers
 from w4a8.integrations.vllm.settings import read_arguments, say_int8
 
@@ -159,7 +161,8 @@ class W4A8GGUFLoader(BaseModelLoader):
         """
         path = read_json(Path(model_config.model) / SAYS)["file"]
         with on_cpu(), set_default_torch_dtype(torch.float32):
-            _Filled(model, linears_of(path), model_config.dtype).fill()
+            is_tied = getattr(model_config.hf_text_config, "tie_word_embeddings", False)
+            _Filled(model, linears_of(path), model_config.dtype).fill(is_tied)
 
 
 class _Filled:
@@ -174,9 +177,10 @@ class _Filled:
             self.sources.append((source, name if mapper is None else mapper.get_rename_mapper().map_name(name)))
         self.here = dict(model.named_modules())
 
-    def fill(self) -> None:
-        """As :meth:`W4A8GGUFLoader.load_weights`."""
+    def fill(self, is_tied: bool) -> None:
+        """As :meth:`W4A8GGUFLoader.load_weights`; ``is_tied`` as of :func:`pack_embeddings`."""
         self._pack_output_layer()
+        pack_embeddings(self.model, self._embeddings(), str(self.file.paths[0]), is_tied)
         self.params = dict(self.model.named_parameters())
         params = {id(param): name for name, param in self.params.items()}
         packed = pulled_layers(self.model)
@@ -198,18 +202,21 @@ class _Filled:
             if type(layer) is not ParallelLMHead or hasattr(layer, "w4a8_filler") or self.file.is_float(name):
                 continue
             filler = Pulled(layer.prefix, str(self.file.paths[0]), [weight_of(self.linears, name)])
-            layer.quant_method = W4A8LinearMethod(filler)
-            del layer.weight
-            width, dtype = layer.embedding_dim, layer.params_dtype
-            rows = layer.num_embeddings_per_partition, layer.num_embeddings_padded
-            layer.quant_method.create_weights(layer, width, [rows[0]], width, rows[1], dtype)
+            give_method(layer, W4A8LinearMethod(filler))
+
+    def _embeddings(self) -> Iterator[tuple[str, Weight]]:
+        """Embeddings in blocks, by their names in vLLM."""
+        for source, mapped in self.sources:
+            layer, name = mapped.removesuffix(".weight"), source.tensors[0]
+            if type(self.here.get(layer)) is VocabParallelEmbedding and not self.file.is_float(name):
+                yield layer, self.linears.weight([name])
 
     def _fill_embeddings(self) -> list[tuple[str, torch.Tensor]]:
-        """Fills embeddings in blocks, some rows at a time: returns tensors, and the parameters that they fill."""
+        """Fills float embeddings from blocks, some rows at a time: returns tensors, and the parameters they fill."""
         found = []
-        for source, mapped in self.sources:
-            layer, name = self.here.get(mapped.removesuffix(".weight")), source.tensors[0]
-            if self.file.is_float(name) or type(layer) is not VocabParallelEmbedding:
+        for mapped, weight in self._embeddings():
+            layer, name = self.here[mapped], weight.name
+            if products_of(layer):
                 continue
             shape, expected = self.file.tensors[name].shape, (layer.org_vocab_size, layer.embedding_dim)
             if shape != expected:

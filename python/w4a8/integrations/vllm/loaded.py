@@ -1,4 +1,6 @@
-"""Actions on a loaded model of vLLM: small matrices move together, and one line of the log says what runs here."""
+"""Actions on a loaded model of vLLM: small matrices move together, packed embeddings and output layers get a stand-in
+for their weight, and one line of the log says what runs here.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from w4a8.core.activation_groups import in_words
@@ -87,6 +89,24 @@ def _move(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
         del owners[old]
 
     move_together(list(owners), put)
+
+
+def give_stand_ins() -> None:
+    """Gives packed embeddings and output layers of loaded models a weight of NaN that takes no memory.
+
+    vLLM's LoRA asks these layers for the type and the device of their weight, its draft models for the shape.
+
+    Raises:
+        RuntimeError: as :func:`after_loading`.
+    """
+    after_loading(_give_stand_ins)
+
+
+def _give_stand_ins(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
+    for layer in model.modules():
+        if isinstance(layer, VocabParallelEmbedding) and products_of(layer) and not hasattr(layer, "weight"):
+            nan = torch.full((), torch.nan, dtype=layer.params_dtype)
+            layer.weight = nan.expand(layer.num_embeddings_per_partition, layer.embedding_dim)
 
 
 def _headers(layer: torch.nn.Module) -> Iterator[tuple[torch.Tensor, PackedHeader]]:

@@ -22,6 +22,7 @@ from w4a8.core.pages import Pages
 from w4a8.core.threads import call_each
 from w4a8.core.weight import ExpertWeights, Floats, Weight
 from w4a8.formats.packed_directory import EMBEDDINGS, METHOD, is_packed
+from w4a8.integrations.vllm.embeddings import pack_embeddings
 from w4a8.integrations.vllm.floats import W4A8FloatsConfig, floats_of
 from w4a8.integrations.vllm.pulled import PulledConfig, pulled_layers
 
@@ -105,6 +106,19 @@ class W4A8MethodConfig(W4A8FloatsConfig):
         return W4A8PackedConfig.from_config(config) if is_packed(config) else cls()
 
 
+def _mapped(model: torch.nn.Module, key: str) -> str:
+    """The name in vLLM's model of a tensor."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    return key if mapper is None else mapper.get_rename_mapper().map_name(key)
+
+
+def embeddings_of(model: torch.nn.Module, source: PackedSource) -> Iterator[tuple[str, Weight]]:
+    """Packed embeddings, by their names in vLLM's model."""
+    for module, parts in source.packed.items():
+        for leaf in parts.keys() & EMBEDDINGS.keys():
+            yield _mapped(model, f"{module}.weight").removesuffix(".weight"), source.weight(module, leaf)
+
+
 def fill(model: torch.nn.Module, source: PackedSource) -> set[str]:
     """Lets the layers of a model read their weights; the names of tensors that nothing else needs."""
     layers, pages = pulled_layers(model), Pages(source.files)
@@ -127,7 +141,8 @@ def read_packed(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a packed directory that no layer reads itself, in the form of a model's ``load_weights``.
 
-    Packed matrices among them become floats: embeddings, and layers that vLLM makes without asking for a method.
+    Packed matrices among them become floats: embeddings by whose weight vLLM multiplies, and layers that vLLM makes
+    without asking for a method.
 
     Args:
         tensors: names and tensors.
@@ -137,15 +152,13 @@ def read_packed(
     """
     with on_cpu(), set_default_torch_dtype(torch.float32):
         taken = fill(model, source)
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
     for key, tensor in tensors:
         module, _, leaf = key.rpartition(".")
         if leaf not in source.packed.get(module, {}):
             if key not in taken:
                 yield key, tensor
         elif tensor.dim() == 1 and key not in taken:
-            mapped = key if mapper is None else mapper.get_rename_mapper().map_name(key)
-            if is_pp_missing_parameter(mapped, model):
+            if is_pp_missing_parameter(_mapped(model, key), model):
                 continue
             weight = source.weight(module, leaf)
             values, bias = torch.empty(weight.rows, weight.columns, dtype=dtype), None
@@ -179,7 +192,10 @@ def register_packed_directories() -> None:
         if not is_packed(stated):
             return weights if stated is None else floats_of(weights, stated)
         # The directory may be another one than that of the configuration (reload_weights).
-        return read_packed(weights, model, open_packed(model_config.model, stated), model_config.dtype)
+        where, is_tied = model_config.model, getattr(model_config.hf_text_config, "tie_word_embeddings", False)
+        source = open_packed(where, stated)
+        pack_embeddings(model, embeddings_of(model, source), where, is_tied)
+        return read_packed(weights, model, source, model_config.dtype)
 
     register_quantization_config(METHOD)(W4A8MethodConfig)
     DefaultModelLoader.get_all_weights = wrapped

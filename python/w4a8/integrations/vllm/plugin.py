@@ -22,6 +22,7 @@ PARTS = (
     ("read settings of additional_config", "settings", "read_arguments"),
     ("say what runs in a loaded model", "loaded", "say_what_is_loaded"),
     ("move small matrices together", "loaded", "move_weights_together"),
+    ("give LoRA a stand-in for packed weights", "loaded", "give_stand_ins"),
     ("run all layers in one call", "one_call", "register_decoder"),
 )
 

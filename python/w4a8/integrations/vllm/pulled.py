@@ -16,7 +16,7 @@ import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from w4a8.core.memory import placed
 from w4a8.core.packer import pack_experts, pack_rows
@@ -52,7 +52,7 @@ def register_empty(layer: torch.nn.Module, names: Iterable[str]) -> None:
 
 
 class Pulled:
-    """A filler of a linear layer or an output layer: this rank's part of weights."""
+    """A filler of a linear layer, an output layer or an embedding: this rank's part of weights."""
 
     def __init__(
         self, layer_name: str, where: str, weights: Sequence[Weight | Floats], is_shared: bool = False
@@ -66,6 +66,12 @@ class Pulled:
         """
         self.says, self.weights, self.is_loaded = f"w4a8: {layer_name} of {where}", weights, False
         self.names = [] if is_shared else [weight.name for weight in weights]  # that nothing else needs
+        self._sharing: list[torch.nn.Module] = []
+
+    def share(self, embedding: torch.nn.Module) -> None:
+        """Gives an embedding the parameter, too, when it is loaded."""
+        self.names = [weight.name for weight in self.weights]
+        self._sharing.append(embedding)
 
     def add_parameters(self, layer: torch.nn.Module, share: Share) -> None:
         """Registers a parameter for each product, empty until the files are read.
@@ -76,8 +82,9 @@ class Pulled:
         self._share = share
         self.runs = self._runs(layer, self.weights)
         self.forms: list[Any] = [None] * len(self.runs)  # once packed
+        self.is_multiplied = type(layer) is not VocabParallelEmbedding
         # Rows of zeros are for several ranks, which send each other the same amount.
-        is_padded = isinstance(layer, ParallelLMHead) and layer.tp_size > 1
+        is_padded = isinstance(layer, VocabParallelEmbedding) and layer.tp_size > 1
         self.padding = sum(share.sizes) - self.runs[0][0].rows if is_padded else 0
         layer.w4a8 = [self._product(index, run) for index, run in enumerate(self.runs)]
         register_empty(layer, [product.parameter for product in layer.w4a8])
@@ -114,6 +121,8 @@ class Pulled:
             for index, (run, product) in enumerate(zip(runs, layer.w4a8)):
                 for suffix, tensor in self._read(index, run, product).items():
                     replace_parameter(layer, product.parameter + suffix, tensor)
+                for other in self._sharing:
+                    other.register_parameter(product.parameter, getattr(layer, product.parameter))
         except (ValueError, RuntimeError) as error:  # the second: values that the operators do not have
             raise ValueError(f"{self.says}: {error}") from error
         if getattr(layer, "bias", None) is not None:
@@ -126,7 +135,8 @@ class Pulled:
         """The tensors of a product, by the suffix of the parameter's name."""
         if product.group is None:
             return _floats(run, self._share.dtype)
-        packed = pack_rows(run, activation_group(), self.forms[index], self.padding)
+        asked = activation_group() if self.is_multiplied else None
+        packed = pack_rows(run, asked, self.forms[index], self.padding)
         self.forms[index] = packed.form
         return {"": _placed(packed.bytes, [cut.weight for cut in run])}
 
@@ -149,7 +159,7 @@ class Pulled:
 def _cuts(layer: Any, weights: Sequence[Weight | Floats], share: Share) -> list[Cut]:
     """This rank's part of each weight of a layer."""
     rank, ranks, (columns, sizes, all_columns, *_) = layer.tp_rank, layer.tp_size, share
-    if isinstance(layer, ParallelLMHead):
+    if isinstance(layer, VocabParallelEmbedding):
         [weight], mine = weights, layer.shard_indices
         found, expected = (weight.rows, weight.columns), (layer.org_vocab_size, all_columns)
         if found != expected:
