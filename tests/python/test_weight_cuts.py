@@ -1,9 +1,11 @@
 """What ranks hold of a weight in files, and weights of some of its rows, beside slices of the whole matrix."""
 
+import pytest
 import torch
 
+from w4a8.checkpoint.packed_source import experts_of
 from w4a8.core.matrix import Matrix, matrix_of
-from w4a8.core.packer import pack_rows
+from w4a8.core.packer import pack_experts, pack_rows
 from w4a8.core.weight import Cut, Weight
 
 ROWS, COLUMNS = 96, 128
@@ -40,3 +42,19 @@ def test_rows_as_a_weight():
         part = weight.of_rows(32, 96)
         assert torch.equal(packed(Cut.whole(part)).codes, CODES[32:])
         assert torch.equal(packed(Cut(part, 16, 48, 0, COLUMNS)).codes, CODES[48:80])
+
+
+def stack_of(rows, columns):
+    """Three packed experts as they are in files."""
+    scales = torch.ones(rows, columns // 32).bfloat16()
+    matrices = [Matrix(torch.full((rows, columns // 2), 17 * e, dtype=torch.uint8), scales) for e in range(3)]
+    packed = torch.stack([matrix.pack() for matrix in matrices])
+    return Weight("stack", (3, rows, columns), 32, lambda begin, end: iter(()), packed=lambda: packed)
+
+
+@pytest.mark.parametrize("local", [[0, 1, 2], [2, 0, 1], [2, 0], [1]])
+def test_packed_experts_in_any_order(local):
+    stacks = {"w13": stack_of(128, 32), "w2": stack_of(32, 64)}
+    _, found, _ = pack_experts(experts_of("experts", *stacks.values()), local, None)
+    for name, stack in stacks.items():
+        assert torch.equal(found[name], stack.packed()[local])

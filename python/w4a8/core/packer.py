@@ -85,7 +85,7 @@ def pack_experts(
 
     Args:
         experts: of the layer.
-        local: numbers of the experts that this rank holds.
+        local: numbers of the experts that this rank holds, in their order here.
         activation_group: the one that the user asks for, or None.
         rank, ranks: this tensor-parallel rank, and their number.
         packed_one: called after each expert.
@@ -112,8 +112,8 @@ def pack_experts(
                 if header != expected:
                     raise ValueError(f"{stored[stack].name}: header of expert {expert} is {header}, not {expected}")
         if packed_as in (None, forms):
-            is_part = len(local) < experts.experts
-            return sizes, {stack: found[list(local)] if is_part else found for stack, found in packed.items()}, forms
+            as_stored = list(local) == list(range(experts.experts))
+            return sizes, {stack: found if as_stored else found[list(local)] for stack, found in packed.items()}, forms
     sizes.check()
     wanted = {
         stack: wanted_activation_group([weight] if weight.is_fixed else experts.all, activation_group)
