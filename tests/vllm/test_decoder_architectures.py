@@ -24,11 +24,7 @@ ONE_BY_ONE = {
     "lfm2moe": "lfm2_moe.Lfm2MoeModel",
     "llama4": "llama4.Llama4Model",
     "nemotron_h_moe": "nemotron_h.NemotronHModel",
-    "olmo2": "transformers.models.olmo2.modeling_olmo2.Olmo2Model",
-    "olmo2, OLMo 3": "transformers.models.olmo3.modeling_olmo3.Olmo3Model",
     "phimoe": "phimoe.PhiMoEModel",
-    "seed_oss": "transformers.models.seed_oss.modeling_seed_oss.SeedOssModel",
-    "smollm3": "transformers.models.smollm3.modeling_smollm3.SmolLM3Model",
 }
 
 

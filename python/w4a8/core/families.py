@@ -32,8 +32,8 @@ class Family:
     A vLLM class without a dot is the end of a name that begins with ``vllm``; one with a dot is module and name.
 
     Attributes:
-        vllm: module and beginning of the names of vLLM's classes; the model's class ends with "Model". "": vLLM has no
-            classes, or there is no table for them.
+        vllm: module and beginning of the names of vLLM's classes, or of transformers' where vLLM runs those; the
+            model's class ends with "Model". "": there is no table for vLLM.
         mlps: classes in vLLM of dense MLPs and of experts that all tokens share.
         experts: class in vLLM with a router and experts; "": none.
         layer, attention: classes in vLLM.
@@ -89,6 +89,10 @@ _QWEN3_5 = replace(
     experts="qwen3_next.Qwen3NextSparseMoeBlock",
     attention="qwen3_next.Qwen3NextAttention",
 )
+def _of_transformers(model_type: str, name: str) -> str:
+    return f"transformers.models.{model_type}.modeling_{model_type}.{name}"
+
+
 _CHUNKED = ("dual_chunk_attention_config",)
 # By transformers' model_type.
 FAMILIES = {
@@ -135,11 +139,11 @@ FAMILIES = {
     "granite": Family("granite.Granite"),
     "granitemoe": Family("granitemoe.GraniteMoe", (), "MoE", mlp_at="block_sparse_moe"),
     "minimax_m2": Family("minimax_m2.MiniMaxM2", (), "MoE", mlp_at="block_sparse_moe"),
-    "olmo2": Family(norms=_BEHIND),
-    "olmo3": Family(norms=_BEHIND),
+    "olmo2": Family(_of_transformers("olmo2", "Olmo2"), norms=_BEHIND),
+    "olmo3": Family(_of_transformers("olmo3", "Olmo3"), norms=_BEHIND),
     "phi3": Family(),
-    "seed_oss": Family(),
-    "smollm3": Family(),
+    "seed_oss": Family(_of_transformers("seed_oss", "SeedOss")),
+    "smollm3": Family(_of_transformers("smollm3", "SmolLM3")),
     "glm4_moe": Family("glm4_moe.Glm4Moe", experts="glm4_moe.Glm4MoE", shared=("shared_experts", "")),
     "deepseek_v2": Family(
         "deepseek_v2.DeepseekV2",

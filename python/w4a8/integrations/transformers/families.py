@@ -10,6 +10,7 @@ import torch
 from w4a8.checkpoint.routers import router_in_config
 from w4a8.core.families import FAMILIES
 from w4a8.decoder import Decoder
+from w4a8.integrations.rotary import FIXED, angles
 from w4a8.integrations.transformers.linear_attention import operator_of
 from w4a8.nn.experts import W4A8Experts
 from w4a8.nn.hooks import computes_more
@@ -23,7 +24,6 @@ _ACTIVATIONS = {
     "gelu": Activation.GELU,
     "gelu_pytorch_tanh": Activation.GELU_TANH,
 }
-_ROPES = ("default", "linear", "llama3", "yarn")  # angles do not depend on the length of the text
 
 
 class NotFusedError(ValueError):
@@ -99,7 +99,7 @@ class Stack:
         for layer_type in self.rope_types:
             parameters = config.rope_parameters[layer_type] if by_type else config.rope_parameters
             rope = parameters.get("rope_type", "default")
-            _require(rope in _ROPES, f"rotary embeddings of type {rope} depend on the length of the text")
+            _require(rope in FIXED, f"rotary embeddings of type {rope} depend on the length of the text")
         for layer, layer_type in zip(layers, types):
             self._add(layer, layer_type, self.rope_types.index(layer_type) if by_type else 0)
         attentions = [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]
@@ -212,14 +212,5 @@ class Stack:
         """Angles of at least ``positions`` positions."""
         if positions > self.positions:
             self.positions = max(2 * self.positions, positions, 1024)
-            where = torch.arange(self.positions)[None]
-            self.ropes = [self._angles(where, layer_type) for layer_type in self.rope_types]
+            self.ropes = [angles(self.rotary, self.positions, layer_type) for layer_type in self.rope_types]
         return self.ropes
-
-    def _angles(self, positions: torch.Tensor, layer_type: str | None) -> torch.Tensor:
-        more = {} if layer_type is None else {"layer_type": layer_type}
-        cos, sin = self.rotary(torch.zeros(1, dtype=torch.float32), positions, **more)
-        # Most models write each angle twice, for both halves of a head.
-        frequencies = getattr(self.rotary, "inv_freq" if layer_type is None else f"{layer_type}_inv_freq")
-        half = frequencies.numel()
-        return torch.cat([cos[0, :, :half], sin[0, :, :half]], -1).contiguous()

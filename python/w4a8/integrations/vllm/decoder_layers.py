@@ -20,6 +20,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from w4a8.core.activation import MoEActivation, as_activation, kernel_activation_kind
 from w4a8.core.families import FAMILIES, Family
+from w4a8.integrations.rotary import FIXED, angles
 from w4a8.integrations.vllm import attention, linear_attention, settings
 from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
@@ -30,8 +31,8 @@ _ROTATIONS = tuple(each.forward_native for each in (RotaryEmbedding, MRotaryEmbe
 # vLLM's matrices of latent attention, and fields of ``Decoder.add_layer``.
 _LATENTS = (("W_UK_T", "k_up"), ("W_UV", "v_up"))
 _METHODS = (W4A8LinearMethod, CompressedTensorsLinearMethod)
-# MiniMax's class of RMS norms of all heads at once, whose module differs between versions of vLLM.
-_NORM_OF_HEADS = "MiniMaxText01RMSNormTP"
+# RMS norms of MiniMax's heads, and in transformers' modules; where these classes are differs between versions of vLLM.
+_NORMS = ("MiniMaxText01RMSNormTP", "TPAwareRMSNorm")
 # Activation of a dense MLP, by vLLM's class.
 _ACTIVATIONS = {"SiluAndMul": MoEActivation.SILU, "GeluAndMul": MoEActivation.GELU}
 
@@ -76,7 +77,7 @@ class Norms:
         Raises:
             Unfit: another norm, or another epsilon.
         """
-        if type(norm) not in (RMSNorm, GemmaRMSNorm) and type(norm).__name__ != _NORM_OF_HEADS:
+        if type(norm) not in (RMSNorm, GemmaRMSNorm) and type(norm).__name__ not in _NORMS:
             raise Unfit(f"there is no table for the norm {class_name(norm)}")
         if getattr(norm, "variance_size_override", None) is not None:
             raise Unfit("a norm of some values of a row")
@@ -90,22 +91,29 @@ class Norms:
 class Ropes:
     """Tables of rotary embeddings, float32 [positions, 2 * half]: cosines, then sines."""
 
-    def __init__(self, positions: int) -> None:
-        """No tables yet; each will be for ``positions`` positions."""
-        self.positions = positions
+    def __init__(self, positions: int, shared: Any = None) -> None:
+        """No tables yet; each will be for ``positions`` positions. ``shared``: an embedding of transformers."""
+        self.positions, self.shared = positions, shared
         self.tables: list[torch.Tensor] = []
-        self._numbers: dict[int, int] = {}
+        self._numbers: dict[Any, int] = {}
 
-    def number(self, rotary: Any) -> int:
-        """Index of the table of an embedding.
+    def number(self, rotary: Any, layer_type: str | None = None) -> int:
+        """Index of the table of an embedding; transformers' may have one for each type of layers.
 
         Raises:
             Unfit: another kind of embedding, or fewer positions.
         """
-        if id(rotary) not in self._numbers:
-            self._numbers[id(rotary)] = len(self.tables)
-            self.tables.append(self._table(rotary))
-        return self._numbers[id(rotary)]
+        key = id(rotary), layer_type
+        if key not in self._numbers:
+            self._numbers[key] = len(self.tables)
+            self.tables.append(self._table(rotary) if rotary is not self.shared else self._angles(layer_type))
+        return self._numbers[key]
+
+    def _angles(self, layer_type: str | None) -> torch.Tensor:
+        kind = self.shared.rope_type if layer_type is None else self.shared.rope_type[layer_type]
+        if kind not in FIXED:
+            raise Unfit(f"rotary embeddings of type {kind} depend on the length of the text")
+        return angles(self.shared, self.positions, layer_type)
 
     def _table(self, rotary: Any) -> torch.Tensor:
         kept, exact = _tables(rotary)
@@ -181,7 +189,8 @@ def attention_fields(module: Any, norms: Norms, ropes: Ropes) -> dict[str, Any]:
         raise Unfit("layers that share keys and values")
     qkv, qkv_bias = packed(module.qkv_proj)
     out, out_bias = packed(module.o_proj)
-    turns = _turns(module)
+    turns, rotary = _turns(module), getattr(module, "rotary_emb", ropes.shared)
+    layer_type = module.attention_type if hasattr(rotary, "layer_types") else None
     fields: dict[str, Any] = {
         "qkv": qkv,
         "out": _only(module.o_proj, out),
@@ -196,9 +205,9 @@ def attention_fields(module: Any, norms: Norms, ropes: Ropes) -> dict[str, Any]:
         "drops_pages": impl.sliding_window > 0,
         "soft_cap": impl.logits_soft_cap,
         "sinks": None if impl.sinks is None else impl.sinks.data,
-        "rope": ropes.number(module.rotary_emb) if turns else -1,
+        "rope": ropes.number(rotary, layer_type) if turns else -1,
         "gated": bool(getattr(module, "attn_output_gate", False)),
-        "interleaved": turns and not getattr(module.rotary_emb, "is_neox_style", True),
+        "interleaved": turns and not getattr(rotary, "is_neox_style", True),
     }
     for name in ("q_norm", "k_norm"):
         if hasattr(module, name):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from vllm.forward_context import get_forward_context
 
 from w4a8.decoder import Decoder, States, StepThreads
@@ -130,8 +131,12 @@ class OneCall:
             raise Unfit("latent attention in float16, where vLLM scales rows between layers")
         if not hasattr(self.inner, "do_not_compile"):
             raise Unfit("this vLLM compiles models in another way")
-        self.layers = list(self.inner.layers[self.inner.start_layer : self.inner.end_layer])
-        self.embed = self.inner.embed_input_ids
+        self._of_transformers = isinstance(self.inner, PreTrainedModel)
+        if self._of_transformers:
+            self.layers, self.embed = list(self.inner.layers), self.inner.get_input_embeddings()
+        else:
+            self.layers = list(self.inner.layers[self.inner.start_layer : self.inner.end_layer])
+            self.embed = self.inner.embed_input_ids
         self.embedding_factor = float(getattr(config, "embedding_multiplier", 1.0))  # of Granite
         found = (vllm_attention(layer, self.family) for layer in self.layers)
         self.attentions = [each for each in found if each is not None]
@@ -155,7 +160,8 @@ class OneCall:
         Raises:
             Unfit, RuntimeError: as above.
         """
-        norms, ropes = Norms(), Ropes(self.positions)
+        norms = Norms()
+        ropes = Ropes(self.positions, self.inner.rotary_emb if self._of_transformers else None)
         fields = [layer_fields(layer, self.family, norms, ropes) for layer in self.layers]
         weight = norms.weight(self.inner.norm)
         head = None if self._head_layer is None else packed_head(self._head_layer)
@@ -177,8 +183,9 @@ class OneCall:
         if self._head_layer is not None:
             self._head = _Head(self._head_layer)
         self.inner.do_not_compile = True
-        self._stock = self.inner.forward
-        self.inner.forward = self.forward
+        owner = self.model if self._of_transformers else self.inner  # whose forward has vLLM's arguments
+        self._stock = owner.forward
+        owner.forward = self.forward
 
     def _forget(self) -> None:
         self._is_stale = True

@@ -1,0 +1,25 @@
+"""Tables of angles from the rotary embeddings of transformers, whose modules vLLM runs for some models, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+# Types whose angles do not depend on the length of the text.
+FIXED = ("default", "linear", "llama3", "yarn")
+
+
+def angles(rotary: Any, positions: int, layer_type: str | None) -> torch.Tensor:
+    """Float32 [positions, 2 * half]: cosines, then sines.
+
+    Args:
+        rotary: of transformers.
+        positions: the number of rows.
+        layer_type: an embedding may have angles for each type of layers; None: for all.
+    """
+    more = {} if layer_type is None else {"layer_type": layer_type}
+    cos, sin = rotary(torch.zeros(1, dtype=torch.float32), torch.arange(positions)[None], **more)
+    # Most models write each angle twice, for both halves of a head.
+    half = getattr(rotary, "inv_freq" if layer_type is None else f"{layer_type}_inv_freq").numel()
+    return torch.cat([cos[0, :, :half], sin[0, :, :half]], -1).contiguous()
