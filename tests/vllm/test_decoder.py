@@ -340,6 +340,9 @@ def test_what_is_not_in_the_tables():
         norms.weight(torch.nn.LayerNorm(16))
     with pytest.raises(Unfit, match="there is no table for Identity"):
         Ropes(4).number(torch.nn.Identity())
+    shared = SimpleNamespace(rope_type={"sliding_attention": "dynamic"})
+    with pytest.raises(Unfit, match="rotary embeddings of type dynamic depend on the length of the text"):
+        Ropes(4, shared).number(shared, "sliding_attention")
 
 
 def rotary(positions):

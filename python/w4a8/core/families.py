@@ -139,6 +139,7 @@ FAMILIES = {
     "granite": Family("granite.Granite"),
     "granitemoe": Family("granitemoe.GraniteMoe", (), "MoE", mlp_at="block_sparse_moe"),
     "minimax_m2": Family("minimax_m2.MiniMaxM2", (), "MoE", mlp_at="block_sparse_moe"),
+    "ministral3": Family(),
     "olmo2": Family(_of_transformers("olmo2", "Olmo2"), norms=_BEHIND),
     "olmo3": Family(_of_transformers("olmo3", "Olmo3"), norms=_BEHIND),
     "phi3": Family(),

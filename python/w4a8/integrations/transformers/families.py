@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -96,10 +98,14 @@ class Stack:
         types = getattr(config, "layer_types", None) or [same] * len(layers)
         by_type = isinstance(next(iter(config.rope_parameters.values()), None), dict)
         self.rope_types = sorted(set(types)) if by_type else [None]
+        self.limit = sys.maxsize  # of positions: behind it some models have other angles, or factors of queries
         for layer_type in self.rope_types:
             parameters = config.rope_parameters[layer_type] if by_type else config.rope_parameters
             rope = parameters.get("rope_type", "default")
-            _require(rope in FIXED, f"rotary embeddings of type {rope} depend on the length of the text")
+            known = (*FIXED, "longrope")
+            _require(rope in known, f"rotary embeddings of type {rope} depend on the length of the text")
+            if rope == "longrope" or parameters.get("llama_4_scaling_beta"):
+                self.limit = min(self.limit, parameters["original_max_position_embeddings"])
         for layer, layer_type in zip(layers, types):
             self._add(layer, layer_type, self.rope_types.index(layer_type) if by_type else 0)
         attentions = [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]
@@ -211,6 +217,7 @@ class Stack:
     def tables(self, positions: int) -> list[torch.Tensor]:
         """Angles of at least ``positions`` positions."""
         if positions > self.positions:
-            self.positions = max(2 * self.positions, positions, 1024)
-            self.ropes = [angles(self.rotary, self.positions, layer_type) for layer_type in self.rope_types]
+            self.positions = min(max(2 * self.positions, positions, 1024), self.limit)
+            rotary = copy.deepcopy(self.rotary)  # some write to their buffers, which are watched
+            self.ropes = [angles(rotary, self.positions, layer_type) for layer_type in self.rope_types]
         return self.ropes

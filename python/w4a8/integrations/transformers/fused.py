@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -84,6 +85,11 @@ class _Forward(Guard):
         reason = self._reason(model, attention_mask, position_ids, past_key_values, labels, kwargs)
         if reason is None:
             reason = self._update(past_key_values.get_seq_length() == 0)
+        if reason is None and self.stack.limit < sys.maxsize:
+            given = input_ids if inputs_embeds is None else inputs_embeds
+            last = past_key_values.get_seq_length() + given.shape[1] if position_ids is None else position_ids.max() + 1
+            if last > self.stack.limit:
+                reason = f"positions from {self.stack.limit} on are computed otherwise"
         if reason is not None:
             logger.warning_once(f"the layers do not run in one call: {reason}")
             if self.threads is not None:
