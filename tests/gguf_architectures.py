@@ -132,6 +132,10 @@ INT4 = MODELS | {
         **WINDOWS, "rope_parameters": dict.fromkeys(QUARTER, _ROPE), "tie_word_embeddings": True,
         "query_pre_attn_scalar": HEAD,
     }),
+    "granite, 4": ("GraniteMoeHybrid", {  # of Granite 4 that without experts and without Mamba
+        **GRANITE, "num_local_experts": 0, "shared_intermediate_size": INTER, "layer_types": ["attention"] * 4,
+        "position_embedding_type": "rope",
+    }),
     "qwen2": ("Qwen2", {**ROPE, **FEW}),
     "qwen3": ("Qwen3", ROPE),
     "qwen2moe": ("Qwen2Moe", {**ROPE, **QWEN, **FEW, "shared_expert_intermediate_size": 64, "norm_topk_prob": False}),

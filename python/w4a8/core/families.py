@@ -48,6 +48,7 @@ class Family:
         turns_windows_alone: if some layers have a window, the others have no rotary embeddings. In transformers.
         router: the router's attribute in the module with experts; in transformers "router", if there is one.
         shared: attributes of the module with experts in transformers: the shared expert and its gate; "": none.
+        beside: attribute of a layer with an MLP beside ``mlp_at``, whose outputs are added, or in its place; "": none.
         is_latent: attention is latent (MLA), which runs in one call in vLLM alone.
     """
 
@@ -67,6 +68,7 @@ class Family:
     turns_windows_alone: bool = False
     router: str = "gate"
     shared: tuple[str, str] = ("", "")
+    beside: str = ""
     is_latent: bool = False
 
     def classes(self, *ends: str) -> tuple[str, ...]:
@@ -89,6 +91,8 @@ _QWEN3_5 = replace(
     experts="qwen3_next.Qwen3NextSparseMoeBlock",
     attention="qwen3_next.Qwen3NextAttention",
 )
+
+
 def _of_transformers(model_type: str, name: str) -> str:
     return f"transformers.models.{model_type}.modeling_{model_type}.{name}"
 
@@ -138,6 +142,21 @@ FAMILIES = {
     "glm4": Family("glm4.Glm4", ("llama.LlamaMLP",), norms=_FOUR_OF_GLM, interleaved=True),
     "granite": Family("granite.Granite"),
     "granitemoe": Family("granitemoe.GraniteMoe", (), "MoE", mlp_at="block_sparse_moe"),
+    "granitemoeshared": Family(
+        "granitemoeshared.GraniteMoeShared",
+        experts="granitemoe.GraniteMoeMoE",
+        attention="granitemoe.GraniteMoeAttention",
+        mlp_at="block_sparse_moe",
+        beside="shared_mlp",
+    ),
+    "granitemoehybrid": Family(
+        "granitemoehybrid.GraniteMoeHybrid",
+        ("granitemoeshared.GraniteMoeSharedMLP",),
+        "granitemoe.GraniteMoeMoE",
+        "AttentionDecoderLayer",
+        mlp_at="block_sparse_moe",
+        beside="shared_mlp",
+    ),
     "minimax_m2": Family("minimax_m2.MiniMaxM2", (), "MoE", mlp_at="block_sparse_moe"),
     "ministral3": Family(),
     "olmo2": Family(_of_transformers("olmo2", "Olmo2"), norms=_BEHIND),

@@ -139,7 +139,9 @@ class Stack:
         return [self._packed(parent, part) for part in ((whole,) if hasattr(parent, whole) else parts)]
 
     def _add(self, layer: Any, layer_type: str, rope: int) -> None:
-        config, mlp = self.config, self._part(layer, "mlp" if hasattr(layer, "mlp") else self.family.mlp_at)
+        config, beside = self.config, getattr(layer, self.family.beside) if self.family.beside else None
+        mlp = getattr(layer, "mlp" if hasattr(layer, "mlp") else self.family.mlp_at)
+        mlp = beside if mlp is None else mlp
         fields: dict[str, Any] = {name: self._norm(self._part(layer, at)) for name, at in self.family.norms}
         operator = operator_of(layer)
         _require(operator or hasattr(layer, "self_attn"), f"linear attention of {type(layer).__name__} is not packed")
@@ -147,13 +149,14 @@ class Stack:
             fields |= self._attention(self._part(layer, "self_attn"), layer_type, rope)
         experts = hasattr(mlp, "experts")
         shared, gate = self.family.shared
-        dense = (self._part(mlp, shared) if shared else None) if experts else mlp
+        dense = (self._part(mlp, shared) if shared else beside) if experts else mlp
         if dense is not None:
             name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
             _require(name in _ACTIVATIONS, f"the activation {name} is not known")
             fields["activation_kind"] = int(_ACTIVATIONS[name])
-            fields["gate_up"] = self._joined(dense, "gate_up_proj", ("gate_proj", "up_proj"))
-            fields["down"] = self._packed(dense, "down_proj")
+            whole, down = ("input_linear", "output_linear") if self.family.beside else ("gate_up_proj", "down_proj")
+            fields["gate_up"] = self._joined(dense, whole, ("gate_proj", "up_proj"))
+            fields["down"] = self._packed(dense, down)
         self.decoder.add_layer(residual=float(getattr(layer, "residual_multiplier", 1.0)), **fields)
         if operator is not None:
             self.decoder.add_linear_attention(**operator.decoder_fields())

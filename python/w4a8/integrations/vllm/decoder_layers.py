@@ -30,6 +30,7 @@ from w4a8.integrations.vllm.products import products_of
 _ROTATIONS = tuple(each.forward_native for each in (RotaryEmbedding, MRotaryEmbedding, DeepseekScalingRotaryEmbedding))
 # vLLM's matrices of latent attention, and fields of ``Decoder.add_layer``.
 _LATENTS = (("W_UK_T", "k_up"), ("W_UV", "v_up"))
+_LINEARS = (("gate_up_proj", "input_linear"), ("down_proj", "output_linear"))
 _METHODS = (W4A8LinearMethod, CompressedTensorsLinearMethod)
 # RMS norms of MiniMax's heads, and in transformers' modules; where these classes are differs between versions of vLLM.
 _NORMS = ("MiniMaxText01RMSNormTP", "TPAwareRMSNorm")
@@ -253,8 +254,9 @@ def vllm_attention(layer: Any, family: Family) -> Any:
     """vLLM's attention of a layer, which owns the cache; None: it has linear attention (:func:`linear_of`).
 
     Raises:
-        Unfit: there is no table for the class.
+        Unfit: there is no table for the class of the layer or of its attention.
     """
+    _expect(layer, family.classes(family.layer))
     if linear_of(layer) is not None:
         return None
     module = getattr(layer, family.attention_at)
@@ -329,9 +331,10 @@ def mlp_fields(module: Any) -> dict[str, Any]:
         raise Unfit(f"there is no table for {type(act).__name__}")
     if kind == MoEActivation.GELU and act.approximate == "tanh":
         kind = MoEActivation.GELU_TANH
-    gate_up, down = _without_bias(module.gate_up_proj), _without_bias(module.down_proj)
-    down = _only(module.down_proj, down)
-    return {"gate_up": gate_up, "down": down, "activation_kind": kernel_activation_kind(kind)}
+    # The second names are Granite's.
+    inner, outer = (getattr(module, a if hasattr(module, a) else b) for a, b in _LINEARS)
+    fields = {"gate_up": _without_bias(inner), "down": _only(outer, _without_bias(outer))}
+    return fields | {"activation_kind": kernel_activation_kind(kind)}
 
 
 def expert_fields(runner: Any, router: Any) -> dict[str, Any]:
@@ -406,6 +409,9 @@ def layer_fields(layer: Any, family: Family, norms: Norms, ropes: Ropes) -> Laye
     experts = family.classes(family.experts)
     _expect(layer, family.classes(family.layer))
     linear, mlp = linear_of(layer), getattr(layer, family.mlp_at)
+    beside = getattr(layer, family.beside) if family.beside else None
+    if mlp is None:
+        mlp, beside = beside, None
     module = getattr(layer, family.attention_at) if linear is None else linear
     if linear is None:
         _expect(module, family.classes(family.attention))
@@ -421,8 +427,8 @@ def layer_fields(layer: Any, family: Family, norms: Norms, ropes: Ropes) -> Laye
     if class_name(mlp) not in experts:
         return LayerFields(fields | mlp_fields(mlp), states, {})
     routed = expert_fields(mlp.experts, getattr(mlp, family.router))
-    if mlp.experts.shared_experts is not None:
-        shared = mlp.experts.shared_experts._layer
+    shared = beside if mlp.experts.shared_experts is None else mlp.experts.shared_experts._layer
+    if shared is not None:
         _expect(shared, family.classes(*family.mlps))
         fields |= mlp_fields(shared)
         gate = getattr(shared, "expert_gate", None)
