@@ -352,7 +352,9 @@ def write(name, model, folder, quantized=False, change=dict, types=("Q4_0", "Q8_
 
 
 # Linear layers that files of int4 leave as floats, by the names in a checkpoint.
-_FLOATS = re.compile(r"embed|norm|conv|router|(^|\.)gate$|gate\.wg|indexer|lm_head|_gate$|kv_b_proj|per_layer|visual")
+_FLOATS = re.compile(
+    r"embed|norm|conv1d|conv\.conv|router|(^|\.)gate$|gate\.wg|indexer|lm_head|_gate$|kv_b_proj|per_layer|visual"
+)
 
 
 # Fields of config.json on the Hub that transformers does not write, by the type of a model.

@@ -138,10 +138,14 @@ void decoder_add_layer_cpu(const Tensor& decoder, Tensors gate_up, const Optiona
     W4A8_CHECK(gate_up.size() <= 2, "gate_up has ", gate_up.size(), " tensors, expected 1 or 2");
     MlpPlan& mlp = layer.mlp;
     mlp.gate_up = products_of(*found, "gate_up", gate_up, hidden, 0);
-    const int64_t intermediate = mlp.gate_up.n() / 2;
-    W4A8_CHECK(mlp.gate_up.n() % 2 == 0 && mlp.gate_up.columns_of(0) % intermediate == 0, "gate_up has ",
-               mlp.gate_up.n(), " out_features, expected as many of gate as of up");
-    mlp.down = products_of(*found, "down", std::vector<Tensor>{*down}, intermediate, hidden);
+    mlp.down = products_of(*found, "down", std::vector<Tensor>{*down}, 0, hidden);
+    const int64_t intermediate = mlp.down.k();
+    mlp.gated = mlp.gate_up.n() != intermediate;
+    W4A8_CHECK(!mlp.gated || (mlp.gate_up.n() == 2 * intermediate && mlp.gate_up.columns_of(0) % intermediate == 0),
+               "gate_up has ", mlp.gate_up.n(), " out_features, expected those of gate and as many of up, ",
+               2 * intermediate, ", or of up alone, for in_features ", intermediate, " of down");
+    W4A8_CHECK(mlp.gated || gate_up.size() == 1, "gate_up has 2 tensors of ", intermediate,
+               " out_features together, expected one of up alone, or as many of gate");
     mlp.activation = activation_of(activation_kind);
   }
   plan.layers.push_back(std::move(layer));
@@ -239,14 +243,16 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
   plan.w13 = input_data<uint8_t>(w13);
   plan.w13_bytes = w13.size(1);
   const PackedShape first = read_header(plan.w13, plan.w13_bytes, "expert 0, w13_packed");
-  W4A8_CHECK(first.k == hidden && first.n % 2 == 0, "expert 0, w13_packed has in_features ", first.k,
-             " and out_features ", first.n, ", expected ", hidden, " and an even number");
-  plan.intermediate = first.n / 2;
   const Tensor w2 = found->keep("w2_packed", dense(w2_packed));
   plan.w2 = input_data<uint8_t>(w2);
   plan.w2_bytes = w2.size(1);
-  plan.few = {experts_of("w13_packed", w13, 2 * plan.intermediate, hidden),
-              experts_of("w2_packed", w2, hidden, plan.intermediate)};
+  plan.intermediate = read_header(plan.w2, plan.w2_bytes, "expert 0, w2_packed").k;
+  plan.gated = first.n != plan.intermediate;
+  const int64_t rows13 = plan.intermediate * (plan.gated ? 2 : 1);
+  W4A8_CHECK(first.k == hidden && first.n == rows13, "expert 0, w13_packed has in_features ", first.k,
+             " and out_features ", first.n, ", expected ", hidden, " and ", rows13,
+             ", or half of them without a gate, for in_features ", plan.intermediate, " of w2_packed");
+  plan.few = {experts_of("w13_packed", w13, rows13, hidden), experts_of("w2_packed", w2, hidden, plan.intermediate)};
   plan.activation = activation_of(activation_kind, limit, alpha, beta);
   layer.experts = std::move(plan);
 }

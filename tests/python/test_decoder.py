@@ -98,11 +98,12 @@ class Model(Steps):
 
     def __init__(self, *, layers=2, fused=False, experts=0, shared=None, four_norms=False, head_norm=None, window=0,
                  kind="int8", interleaved=False, turned=SIZE, head=True, activation=0, biases=False, matrices="qkv",
-                 numbers=None, **attention):  # fmt: skip
+                 numbers=None, gated=True, **attention):  # fmt: skip
         norm = lambda n=HIDDEN: 1 + 0.2 * torch.randn(n)  # noqa: E731
         self.kind, self.window, self.interleaved, self.experts = kind, window, interleaved, experts
         self.attention, self.activation = {"scale": SIZE**-0.5, "soft_cap": 0.0, "sinks": None} | attention, activation
         self.numbers = numbers or {}  # of the experts
+        self.up = 2 * INNER if gated else INNER  # rows of up, or of gate and up
         self.rope = torch.randn(POSITIONS, turned)
         self.norm, self.layers = norm(), []
         self.head = self.pack(VOCAB, HIDDEN, "int8") if head else None
@@ -125,8 +126,8 @@ class Model(Steps):
                 else [self.pack(n, HIDDEN, kind) for n, kind in zip(widths, KINDS)]
             )
             out = self.pack(HIDDEN, HEADS * SIZE)
-            both = make_matrix(2 * INNER, HIDDEN, 32)
-            gate_up = [both.pack()] if fused else [half_of(both, 0), half_of(both, 1)]
+            both = make_matrix(self.up, HIDDEN, 32)
+            gate_up = [both.pack()] if fused or not gated else [half_of(both, 0), half_of(both, 1)]
             gate_up = [] if experts and shared is None else gate_up
             down = self.pack(HIDDEN, INNER, "int8") if gate_up else None
             self.decoder.add_layer(
@@ -137,7 +138,7 @@ class Model(Steps):
             if experts:
                 parts |= {
                     "router": torch.randn(experts, HIDDEN), "router_bias": torch.randn(experts),
-                    "w13": torch.stack([self.pack(2 * INNER, HIDDEN) for _ in range(experts)]),
+                    "w13": torch.stack([self.pack(self.up, HIDDEN) for _ in range(experts)]),
                     "w2": torch.stack([self.pack(HIDDEN, INNER) for _ in range(experts)]),
                 }  # fmt: skip
                 parts["shared_gate"] = torch.randn(HIDDEN) if shared == "gated" else None
@@ -178,7 +179,7 @@ class Model(Steps):
 
     def mlp(self, layer, x):
         moe = lambda ids, weights, w13, w2, **numbers: w4a8.dynamic_4bit_int_moe(  # noqa: E731
-            x, ids, weights, w13, w2, HIDDEN, INNER, 2 * INNER, 0, False, self.activation, **numbers
+            x, ids, weights, w13, w2, HIDDEN, INNER, self.up, 0, False, self.activation, **numbers
         )
         y = None
         if layer["down"] is not None:
@@ -239,6 +240,8 @@ MODELS = {
     "k and v are one": {"matrices": "q, kv"},
     "shared": {"experts": 4, "shared": "plain"},
     "shared, gated": {"experts": 4, "shared": "gated"},
+    "no gate": {"gated": False, "activation": 7},
+    "experts without a gate": {"gated": False, "activation": 7, "experts": 4, "shared": "plain"},
 }
 
 
@@ -253,7 +256,9 @@ def test_is_the_operators_one_by_one(name):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-@pytest.mark.parametrize("name", ["plain", "gemma", "experts", "biases", "q and k are one", "shared, gated"])
+@pytest.mark.parametrize(
+    "name", ["plain", "gemma", "experts", "experts without a gate", "biases", "q and k are one", "shared, gated"]
+)
 def test_bits_depend_on_nothing_else(name, threads):
     """One token, chunks, several sequences in a call, and any number of threads."""
     lengths = [90, 40]
@@ -438,6 +443,11 @@ def test_step_refuses(name, value, message):
         ({"soft_cap": 1e-300}, r"soft_cap is 1e-300, expected 0 \(none\) or a positive number"),
         ({"activation_kind": 9}, "activation_kind is 9"),
         ({"down": None}, "gate_up has 2 tensors and down is not given"),
+        (
+            {"gate_up": [make_matrix(2 * INNER + 16, HIDDEN, 32).pack()]},
+            "gate_up has 336 out_features, expected those of",
+        ),
+        ({"gate_up": [make_matrix(INNER // 2, HIDDEN, 32).pack()] * 2}, "gate_up has 2 tensors of 160 out_features"),
         ({"out": torch.zeros(64, dtype=torch.uint8)}, "out"),
     ],
 )

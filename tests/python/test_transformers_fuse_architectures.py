@@ -13,12 +13,11 @@ from w4a8.integrations.transformers import W4A8Cache, W4A8Config, fast_attention
 
 TOKENS = torch.randint(3, VOCAB, (4, 24), generator=torch.Generator().manual_seed(1))
 # Of which there is no row in core/families.py (docs/decoder.md says why), or which are stopped by something else.
-UNKNOWN = ("cohere2", "command-r", "gemma4", "gemma4, experts", "hunyuan-dense", "hunyuan-moe", "lfm2", "lfm2moe",
-           "llama4", "nemotron_h_moe", "phimoe")  # fmt: skip
+UNKNOWN = ("cohere2", "command-r", "gemma4", "gemma4, experts", "hunyuan-dense", "hunyuan-moe", "llama4",
+           "phimoe")  # fmt: skip
 LATENT = ("deepseek2, GLM-4.7-Flash", "deepseek2, V2", "deepseek2, V3", "glm-dsa")
 LEFT_ALONE = {
     **dict.fromkeys(UNKNOWN, "models of type .* are not known"),
-    "granitehybrid": "GraniteMoeHybridModel has no rotary_emb",
     **dict.fromkeys(LATENT, "no layer keeps keys and values of all tokens"),
 }
 

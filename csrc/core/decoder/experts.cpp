@@ -44,6 +44,7 @@ void FewExperts::run(const Kernel& kernel, Team& team, Workspace& workspace, con
   const auto experts = static_cast<int64_t>(w13_.size());
   const int64_t hidden = w2_.front().shape.n;
   const int64_t inner = w2_.front().shape.k;
+  const bool is_gated = w13_.front().shape.n != inner;
   const auto b = sliced(workspace, [&](Slicer& slicer) {
     struct {
       Buckets buckets;
@@ -66,8 +67,9 @@ void FewExperts::run(const Kernel& kernel, Team& team, Workspace& workspace, con
   }
 
   // One run of the units' products with their matrices, of which `rows` are the quantized rows.
-  const auto multiply = [&](const std::vector<PackedMatrix>& matrices, int64_t n, bool gated, auto quantize,
+  const auto multiply = [&](const std::vector<PackedMatrix>& matrices, int64_t n, bool activate, auto quantize,
                             float* results, const std::vector<PackedMatrix>* following) {
+    const bool gated = activate && is_gated;
     const PackedMatrix& one = matrices[units[0].expert];
     const int64_t panels = ceil_div(n, kPanelColumns);
     const Cut cut(unit_count, panels, unit_count * one.shape.panels() * one.layout.panel_bytes, team.threads());
@@ -98,6 +100,7 @@ void FewExperts::run(const Kernel& kernel, Team& team, Workspace& workspace, con
       piece.m = unit.rows.size();
       piece.out = results + unit.rows.begin * n;
       piece.n = n;
+      piece.activate = activate;
       piece.next = first_panel(t + team.threads());
       if (gated) {
         piece.up = &matrix;

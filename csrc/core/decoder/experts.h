@@ -15,8 +15,8 @@ namespace w4a8 {
 class FewExperts {
  public:
   FewExperts() = default;
-  /// w13: [experts] gate and up of each; w2: likewise. All matrices of a stack need the same quantization of rows,
-  /// except RowShape::zero.
+  /// w13: [experts] gate and up of each, or up alone; w2: likewise. All matrices of a stack need the same quantization
+  /// of rows, except RowShape::zero.
   FewExperts(std::vector<PackedMatrix> w13, std::vector<PackedMatrix> w2);
 
   /// out[m, hidden] = sum over the slots of a row of weight * expert(x), as fused_moe. ids: [m, top_k], none skipped.

@@ -106,10 +106,11 @@ struct LinearPlan {
   int64_t in_size() const { return has_state() ? channels + out_size() : 3 * channels; }
 };
 
-/// act(gate) * up, then down.
+/// act(gate) * up, or act(up); then down.
 struct MlpPlan {
-  Products gate_up;  ///< gate and up; or one matrix of both
+  Products gate_up;  ///< gate and up, or one matrix of both; or up alone
   Products down;
+  bool gated = true;
   Activation activation = ActivationKind::kSilu;
 };
 
@@ -123,6 +124,7 @@ struct ExpertsPlan {
   int64_t w2_bytes = 0;
   FewExperts few;  ///< the same experts
   int64_t intermediate = 0;
+  bool gated = true;
   Activation activation = ActivationKind::kSilu;
   const float* shared_gate = nullptr;  ///< [hidden]: factor sigmoid(x * gate) of LayerPlan::mlp's output; null: 1
 };

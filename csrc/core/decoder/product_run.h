@@ -13,13 +13,14 @@
 
 namespace w4a8 {
 
-/// out[m, n] gets the columns of some panels: g, the rows times `matrix`; or, with `up`, activation(g, u), u the rows
-/// times `up` from `up_column` on.
+/// out[m, n] gets the columns of some panels: g, the rows times `matrix`; activation(g); or, with `up`,
+/// activation(g, u), u the rows times `up` from `up_column` on.
 struct Piece {
   const PackedMatrix* matrix;
   Range panels;
   Rows rows;
-  const PackedMatrix* up;  ///< null: no activation
+  bool activate;
+  const PackedMatrix* up;  ///< null: there is no u
   int64_t up_column;       ///< the first column; may be inside of a panel
   Rows up_rows;
   int64_t m;
@@ -98,13 +99,14 @@ class ProductRun {
     const State& state = *static_cast<const State*>(context);
     for_pieces(state, task, worker, [&](const Piece& piece, const float* tile) {
       const int64_t ldc = piece.tile_columns();
-      const float* up = tile + piece.m * ldc + piece.up_column % kPanelColumns;
+      const float* up = piece.up == nullptr ? nullptr : tile + piece.m * ldc + piece.up_column % kPanelColumns;
       for (int64_t r = 0; r < piece.m; ++r) {
         float* out = piece.out + r * piece.n + piece.column();
-        if (piece.up == nullptr) {
-          state.kernel->store_row(tile + r * ldc, piece.columns(), DType::kFloat32, out);
+        if (piece.activate) {
+          const float* u = up == nullptr ? nullptr : up + r * ldc;
+          state.kernel->activate(state.activation, tile + r * ldc, u, out, piece.columns());
         } else {
-          state.kernel->activate(state.activation, tile + r * ldc, up + r * ldc, out, piece.columns());
+          state.kernel->store_row(tile + r * ldc, piece.columns(), DType::kFloat32, out);
         }
       }
     });

@@ -68,9 +68,8 @@ const uint8_t* Products::next_panel(const std::vector<Span>& spans, std::size_t 
   return first(*following_, next.front());
 }
 
-void Products::multiply_few(const Kernel& kernel, Team& team, const float* x, int64_t m, const Activation* activation,
-                            float* out) const {
-  const bool gated = activation != nullptr;
+void Products::multiply_few(const Kernel& kernel, Team& team, const float* x, int64_t m, bool gated,
+                            const Activation* activation, float* out) const {
   const std::vector<Span>& spans = gated ? gated_spans_ : spans_;
   // Without rows: its sizes alone.
   const auto piece_of = [&](std::size_t i, const QuantizedRows* rows) {
@@ -80,6 +79,7 @@ void Products::multiply_few(const Kernel& kernel, Team& team, const float* x, in
     piece.matrix = &matrix;
     piece.panels = span.panels;
     piece.m = m;
+    piece.activate = activation != nullptr;
     piece.n = gated ? n_ / 2 : matrix.shape.n;
     piece.out = gated ? out : out + m * begins_[span.matrix];
     const std::size_t up = matrices_.size() - 1;  // of one matrix itself
@@ -118,7 +118,7 @@ void Products::multiply_few(const Kernel& kernel, Team& team, const float* x, in
   for (std::size_t i = 0; i < spans.size(); ++i) {
     run.add(piece_of(i, rows), i == 0 || spans[i].task != spans[i - 1].task);
   }
-  run.run(kernel, team, work, gated ? *activation : ActivationKind::kSilu);
+  run.run(kernel, team, work, activation != nullptr ? *activation : ActivationKind::kSilu);
 }
 
 std::size_t Products::first_alike(std::size_t matrix) const {
@@ -129,7 +129,7 @@ std::size_t Products::first_alike(std::size_t matrix) const {
 
 void Products::multiply(const Kernel& kernel, Team& team, Workspace& workspace, const float* x, int64_t m,
                         float* out) const {
-  if (m <= kFewRows) return multiply_few(kernel, team, x, m, nullptr, out);
+  if (m <= kFewRows) return multiply_few(kernel, team, x, m, false, nullptr, out);
   for (std::size_t i = 0; i < matrices_.size(); ++i) {
     matmul(kernel, team, workspace, matrices_[i], x, DType::kFloat32, m, out + m * begins_[i]);
   }
@@ -141,15 +141,15 @@ FloatRows Products::columns(float* out, int64_t m, int64_t column) const {
   return {out + m * begins_[i] + column - begins_[i], matrices_[i].shape.n};
 }
 
-void Products::multiply_gated(const Kernel& kernel, Team& team, Workspace& workspace, const float* x, int64_t m,
-                              Activation activation, float* scratch, float* h) const {
-  if (m <= kFewRows) return multiply_few(kernel, team, x, m, &activation, h);
+void Products::multiply_activated(const Kernel& kernel, Team& team, Workspace& workspace, const float* x, int64_t m,
+                                  bool gated, Activation activation, float* scratch, float* h) const {
+  if (m <= kFewRows) return multiply_few(kernel, team, x, m, gated, &activation, h);
   multiply(kernel, team, workspace, x, m, scratch);
-  const int64_t half = n_ / 2;
+  const int64_t size = gated ? n_ / 2 : n_;
   const FloatRows g = columns(scratch, m, 0);
-  const FloatRows u = columns(scratch, m, half);
+  const FloatRows u = gated ? columns(scratch, m, size) : FloatRows();
   const auto activate = [&](int64_t, int64_t r, int) {
-    kernel.activate(activation, g.row(r), u.row(r), h + r * half, half);
+    kernel.activate(activation, g.row(r), gated ? u.row(r) : nullptr, h + r * size, size);
   };
   const Phase phases[] = {{m, activate, 0, true}};
   run_phases(team, team.threads(), phases);

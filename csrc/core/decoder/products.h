@@ -42,10 +42,11 @@ class Products {
   /// The results of the columns from `column` on, up to the end of a matrix.
   FloatRows columns(float* out, int64_t m, int64_t column) const;
 
-  /// h[m, n / 2] = activation(g, u), g the first and u the second half of the columns of x times the matrices: one, or
-  /// two of as many columns. scratch: [m * n], for many rows.
-  void multiply_gated(const Kernel& kernel, Team& team, Workspace& workspace, const float* x, int64_t m,
-                      Activation activation, float* scratch, float* h) const;
+  /// gated: h[m, n / 2] = activation(g, u), g the first and u the second half of the columns of x times the matrices:
+  /// one, or two of as many columns. Else h[m, n] = activation(x times the one matrix). scratch: [m * n], for many
+  /// rows.
+  void multiply_activated(const Kernel& kernel, Team& team, Workspace& workspace, const float* x, int64_t m, bool gated,
+                          Activation activation, float* scratch, float* h) const;
 
  private:
   // The part of one matrix in a task of a few rows.
@@ -57,8 +58,8 @@ class Products {
   static std::vector<Span> spans_of(const std::vector<PackedMatrix>& matrices, int64_t columns, int workers);
   std::size_t first_alike(std::size_t matrix) const;  // the first matrix with the same quantization of rows
   const uint8_t* next_panel(const std::vector<Span>& spans, std::size_t i) const;
-  void multiply_few(const Kernel& kernel, Team& team, const float* x, int64_t m, const Activation* activation,
-                    float* out) const;
+  void multiply_few(const Kernel& kernel, Team& team, const float* x, int64_t m, bool gated,
+                    const Activation* activation, float* out) const;
 
   std::vector<PackedMatrix> matrices_;
   std::vector<int64_t> begins_;  // the first column of each matrix

@@ -20,6 +20,7 @@ struct Buffers {
     int64_t q_rank = 0;
     int64_t value_size = 0;
     int64_t gate_up_size = 0;
+    int64_t h_size = 0;
     int64_t expert_count = 0;
     int64_t top_k = 0;
     int64_t gates_size = 0;
@@ -43,7 +44,10 @@ struct Buffers {
           q_rank = std::max(q_rank, attention.latent.q_up.k());
         }
       }
-      if (layer.mlp.down) gate_up_size = std::max(gate_up_size, layer.mlp.gate_up.n());
+      if (layer.mlp.down) {
+        gate_up_size = std::max(gate_up_size, layer.mlp.gate_up.n());
+        h_size = std::max(h_size, layer.mlp.down.k());
+      }
       if (layer.experts.router) {
         shares = shares || layer.mlp.down;
         expert_count = std::max(expert_count, layer.experts.routing.experts);
@@ -62,7 +66,7 @@ struct Buffers {
     y = slicer.take<float>(m * plan.hidden);
     shared = slicer.take<float>(shares ? m * plan.hidden : 0);
     gate_up = slicer.take<float>(m * gate_up_size);
-    h = slicer.take<float>(m * (gate_up_size / 2));
+    h = slicer.take<float>(m * h_size);
     logits = slicer.take<float>(m * expert_count);
     weights = slicer.take<float>(m * top_k);
     ids = slicer.take<int32_t>(m * top_k);
@@ -311,7 +315,8 @@ class Step {
   }
 
   void mlp(const MlpPlan& plan, float* out) {
-    plan.gate_up.multiply_gated(kernel_, team_, workspace_, b_.normed, m_, plan.activation, b_.gate_up, b_.h);
+    plan.gate_up.multiply_activated(kernel_, team_, workspace_, b_.normed, m_, plan.gated, plan.activation, b_.gate_up,
+                                    b_.h);
     plan.down.multiply(kernel_, team_, workspace_, b_.h, m_, out);
   }
 
@@ -357,6 +362,7 @@ class Step {
     moe.w2_bytes = plan.w2_bytes;
     moe.hidden = plan_.hidden;
     moe.intermediate = plan.intermediate;
+    moe.gated = plan.gated;
     moe.group = kAnyGroup;
     moe.activation = plan.activation;
     fused_moe(kernel_, team_, workspace_, moe);

@@ -5,7 +5,8 @@ Unless noted otherwise, attributes of a layer and of its parts have the same nam
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 # Pairs: field of ``Decoder.add_layer``, attribute of a layer.
 Norms = tuple[tuple[str, str], ...]
@@ -16,6 +17,7 @@ _FOUR: Norms = (
     ("mlp_input_norm", "pre_feedforward_layernorm"),
     ("mlp_norm", "post_feedforward_layernorm"),
 )
+_TWO_OF_LFM2: Norms = (("input_norm", "operator_norm"), ("mlp_input_norm", "ffn_norm"))
 _BEHIND: Norms = (("attention_norm", "post_attention_layernorm"), ("mlp_norm", "post_feedforward_layernorm"))
 _FOUR_OF_GLM: Norms = (
     ("input_norm", "input_layernorm"),
@@ -48,6 +50,10 @@ class Family:
         turns_windows_alone: if some layers have a window, the others have no rotary embeddings. In transformers.
         router: the router's attribute in the module with experts; in transformers "router", if there is one.
         shared: attributes of the module with experts in transformers: the shared expert and its gate; "": none.
+        part: attribute of a layer that is attention, linear attention, an MLP or experts alone, behind a norm; "": a
+            layer has attention or linear attention, then an MLP or experts.
+        names: names in transformers that differ from Llama's, by these.
+        activation: of MLPs, by its name in transformers, where the config does not say; "": the config does.
         beside: attribute of a layer with an MLP beside ``mlp_at``, whose outputs are added, or in its place; "": none.
         is_latent: attention is latent (MLA), which runs in one call in vLLM alone.
     """
@@ -68,14 +74,26 @@ class Family:
     turns_windows_alone: bool = False
     router: str = "gate"
     shared: tuple[str, str] = ("", "")
+    part: str = ""
+    names: Mapping[str, str] = field(default_factory=dict)
+    activation: str = ""
     beside: str = ""
     is_latent: bool = False
+
+    def name(self, usual: str) -> str:
+        """The name in transformers of what Llama calls ``usual``."""
+        return self.names.get(usual, usual)
 
     def classes(self, *ends: str) -> tuple[str, ...]:
         """Module and name of vLLM's classes, by the ends of their names; an empty end is left out."""
         return tuple(end if "." in end else self.vllm + end for end in ends if end)
 
 
+# Names of LFM2, by Llama's.
+_LFM2 = {
+    "norm": "embedding_norm", "mlp": "feed_forward", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2",
+    "o_proj": "out_proj", "q_norm": "q_layernorm", "k_norm": "k_layernorm",
+}  # fmt: skip
 _QWEN3_NEXT = Family(
     "qwen3_next.Qwen3Next",
     ("qwen2_moe.Qwen2MoeMLP",),
@@ -156,6 +174,14 @@ FAMILIES = {
         "AttentionDecoderLayer",
         mlp_at="block_sparse_moe",
         beside="shared_mlp",
+    ),
+    "lfm2": Family(norms=_TWO_OF_LFM2, names=_LFM2, activation="silu"),
+    "lfm2_moe": Family(norms=_TWO_OF_LFM2, names={**_LFM2, "rotary_emb": "pos_emb"}, activation="silu"),
+    "nemotron_h": Family(
+        refuses=("moe_latent_size",),
+        part="mixer",
+        names={"norm": "norm_f", "hidden_act": "mlp_hidden_act"},
+        shared=("shared_experts", ""),
     ),
     "minimax_m2": Family("minimax_m2.MiniMaxM2", (), "MoE", mlp_at="block_sparse_moe"),
     "ministral3": Family(),

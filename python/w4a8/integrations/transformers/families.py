@@ -20,7 +20,9 @@ from w4a8.nn.packed import PackedLinear
 from w4a8.nn.watch import Watch
 from w4a8.ops import Activation
 
+_CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 _ACTIVATIONS = {
+    "relu2": Activation.RELU2,
     "silu": Activation.SILU,
     "swish": Activation.SILU,
     "gelu": Activation.GELU,
@@ -81,9 +83,9 @@ class Stack:
         self.watch = Watch(model, [module for _, _, module in self.places])
         reason = self.changed()
         _require(reason is None, reason)
-        self.rotary = self._part(inner, "rotary_emb")
+        self.rotary = getattr(inner, self.family.name("rotary_emb"), None)  # some models have none
         layers = list(self._part(inner, "layers"))[: config.num_hidden_layers]
-        norm = self._part(inner, "norm")
+        norm = self._part(inner, self.family.name("norm"))
         self.eps = float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0)))
         # Factors of Granite.
         self.embedding_factor = float(getattr(config, "embedding_multiplier", 1.0))
@@ -96,11 +98,12 @@ class Stack:
         window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
         same = "full_attention" if window is None else "sliding_attention"  # where the config does not list types
         types = getattr(config, "layer_types", None) or [same] * len(layers)
-        by_type = isinstance(next(iter(config.rope_parameters.values()), None), dict)
-        self.rope_types = sorted(set(types)) if by_type else [None]
+        ropes = getattr(config, "rope_parameters", None) or {}
+        by_type = isinstance(next(iter(ropes.values()), None), dict)
+        self.rope_types = [] if self.rotary is None else sorted(set(types)) if by_type else [None]
         self.limit = sys.maxsize  # of positions: behind it some models have other angles, or factors of queries
         for layer_type in self.rope_types:
-            parameters = config.rope_parameters[layer_type] if by_type else config.rope_parameters
+            parameters = ropes[layer_type] if by_type else ropes
             rope = parameters.get("rope_type", "default")
             known = (*FIXED, "longrope")
             _require(rope in known, f"rotary embeddings of type {rope} depend on the length of the text")
@@ -108,7 +111,7 @@ class Stack:
                 self.limit = min(self.limit, parameters["original_max_position_embeddings"])
         for layer, layer_type in zip(layers, types):
             self._add(layer, layer_type, self.rope_types.index(layer_type) if by_type else 0)
-        attentions = [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]
+        attentions = [each for each in map(self._attention_of, layers) if each is not None]
         self.heads = [(each.head_dim, self._kv_heads(each)) for each in attentions]
         self.linear = [operator for operator in map(operator_of, layers) if operator is not None]
         self.ropes: list[torch.Tensor] = []
@@ -134,46 +137,70 @@ class Stack:
         projection = getattr(attention, "k_proj", None)
         return attention.num_key_value_heads if projection is None else projection.out_features // attention.head_dim
 
+    def _attention_of(self, layer: Any) -> Any:
+        """The module of a layer's attention; None: the layer has none."""
+        if self.family.part:
+            part = self._part(layer, self.family.part)
+            return part if hasattr(part, "q_proj") else None
+        return getattr(layer, "self_attn", None)
+
     def _joined(self, parent: Any, whole: str, parts: tuple[str, ...]) -> list[torch.Tensor]:
         """Packed matrices that are one in some models."""
-        return [self._packed(parent, part) for part in ((whole,) if hasattr(parent, whole) else parts)]
+        names = (whole,) if hasattr(parent, whole) else map(self.family.name, parts)
+        return [self._packed(parent, name) for name in names]
 
     def _add(self, layer: Any, layer_type: str, rope: int) -> None:
-        config, beside = self.config, getattr(layer, self.family.beside) if self.family.beside else None
-        mlp = getattr(layer, "mlp" if hasattr(layer, "mlp") else self.family.mlp_at)
-        mlp = beside if mlp is None else mlp
-        fields: dict[str, Any] = {name: self._norm(self._part(layer, at)) for name, at in self.family.norms}
-        operator = operator_of(layer)
-        _require(operator or hasattr(layer, "self_attn"), f"linear attention of {type(layer).__name__} is not packed")
-        if operator is None:
-            fields |= self._attention(self._part(layer, "self_attn"), layer_type, rope)
+        family, operator, attention = self.family, operator_of(layer), self._attention_of(layer)
+        beside = getattr(layer, family.beside) if family.beside else None
+        norms = family.norms
+        part = getattr(layer, family.part) if family.part else None
+        is_mlp = any(hasattr(part, name) for name in ("experts", "down_proj"))
+        known = operator is not None or attention is not None or is_mlp
+        _require(known, f"linear attention of {type(layer).__name__} is not packed")
+        if family.part:
+            mlp, norms = part if is_mlp else None, (("mlp_input_norm" if is_mlp else "input_norm", "norm"),)
+        else:
+            mlp = getattr(layer, family.name("mlp") if hasattr(layer, family.name("mlp")) else family.mlp_at)
+            mlp = beside if mlp is None else mlp
+        fields: dict[str, Any] = {name: self._norm(self._part(layer, at)) for name, at in norms}
+        if attention is not None:
+            fields |= self._attention(attention, layer_type, rope)
         experts = hasattr(mlp, "experts")
-        shared, gate = self.family.shared
+        shared, gate = family.shared
         dense = (self._part(mlp, shared) if shared else beside) if experts else mlp
         if dense is not None:
-            name = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None)
-            _require(name in _ACTIVATIONS, f"the activation {name} is not known")
-            fields["activation_kind"] = int(_ACTIVATIONS[name])
-            whole, down = ("input_linear", "output_linear") if self.family.beside else ("gate_up_proj", "down_proj")
-            fields["gate_up"] = self._joined(dense, whole, ("gate_proj", "up_proj"))
-            fields["down"] = self._packed(dense, down)
+            fields |= self._mlp(dense)
         self.decoder.add_layer(residual=float(getattr(layer, "residual_multiplier", 1.0)), **fields)
         if operator is not None:
             self.decoder.add_linear_attention(**operator.decoder_fields())
         if experts:
             self._add_experts(mlp, gate)
 
+    def _mlp(self, mlp: Any) -> dict[str, Any]:
+        """The fields of ``Decoder.add_layer`` for an MLP."""
+        config, family = self.config, self.family
+        told = (getattr(config, name, None) for name in ("hidden_activation", family.name("hidden_act")))
+        name = next(filter(None, told), family.activation)
+        _require(name in _ACTIVATIONS, f"the activation {name} is not known")
+        whole, down = ("input_linear", "output_linear") if family.beside else ("gate_up_proj", family.name("down_proj"))
+        parts = ("gate_proj", "up_proj") if hasattr(mlp, family.name("gate_proj")) else ("up_proj",)
+        return {
+            "activation_kind": int(_ACTIVATIONS[name]),
+            "gate_up": self._joined(mlp, whole, parts),
+            "down": self._packed(mlp, down),
+        }
+
     def _attention(self, attention: Any, layer_type: str, rope: int) -> dict[str, Any]:
         """The fields of ``Decoder.add_layer`` for attention."""
         config, family = self.config, self.family
         window = (config.sliding_window or 0) if layer_type == "sliding_attention" else 0
-        turns = getattr(attention, "use_rope", True)
+        turns = getattr(attention, "use_rope", True) and self.rotary is not None
         if family.turns_windows_alone and config.sliding_window is not None:
             turns = window > 0
         fields = {
             "qkv": self._joined(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj")),
-            "out": self._packed(attention, "o_proj"),
-            "heads": attention.o_proj.in_features // attention.head_dim,
+            "out": self._packed(attention, family.name("o_proj")),
+            "heads": getattr(attention, family.name("o_proj")).in_features // attention.head_dim,
             "kv_heads": self._kv_heads(attention),
             "head_size": attention.head_dim,
             "scale": float(attention.scaling),
@@ -185,8 +212,8 @@ class Stack:
             "gated": family.gated,
         }
         for name in ("q_norm", "k_norm"):
-            if getattr(attention, name, None) is not None:
-                fields[name] = self._norm(self._part(attention, name))
+            if getattr(attention, family.name(name), None) is not None:
+                fields[name] = self._norm(self._part(attention, family.name(name)))
         if getattr(attention, "sinks", None) is not None:
             fields["sinks"] = attention.sinks.detach()
         return fields
@@ -195,11 +222,10 @@ class Stack:
         experts = self._part(mlp, "experts")
         router = self._part(mlp, "router" if hasattr(mlp, "router") else self.family.router)
         _require(isinstance(experts, W4A8Experts), f"{type(mlp).__name__}.experts are not packed")
-        _require(experts.sizes.gated, f"{type(mlp).__name__}.experts have no gate")
         bias, routed = getattr(router, "bias", None), router_in_config(self.config.model_type, self.config.to_dict())
         floats, correction = (*mlp.named_parameters(), *mlp.named_buffers()), None
         if routed.has_correction_bias:  # of the router, of the module around it, or of one in it
-            (correction,) = (found for name, found in floats if name.endswith("e_score_correction_bias"))
+            (correction,) = (found for name, found in floats if name.endswith(_CORRECTIONS))
         self.decoder.add_experts(
             router.weight.detach(), None if bias is None else bias.detach(), experts.w13_packed, experts.w2_packed,
             top_k=router.top_k, activation_kind=int(experts.activation),

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.cache_utils import LinearAttentionLayer
+from transformers.cache_utils import CacheLayerMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import logging
 
@@ -111,7 +111,8 @@ class _Forward(Guard):
         if not isinstance(cache, W4A8Cache) or cache.kind != self.kind:
             return f"past_key_values is no W4A8Cache of kind {self.kind}"
         for layer in cache.layers:
-            if not isinstance(layer, (PackedLayer, LinearAttentionLayer)) or getattr(layer, "record_past", False):
+            keeps_floats = isinstance(layer, CacheLayerMixin) and not isinstance(layer, PackedLayer)
+            if keeps_floats or getattr(layer, "record_past", False):
                 return "the cache has layers that are not packed, or whose past states are recorded"
         if position_ids is not None and not _is_text(position_ids):
             return "positions are of pictures"

@@ -249,6 +249,8 @@ class _GatedDelta(_Operator):
 class _StateSpace(_Operator):
     """Mamba-2. The steps have no limits, as in transformers' code for one token."""
 
+    kind = "state_space"
+
     def _fits(self, layer: Any) -> bool:
         return {layer.head_dim, layer.ssm_state_size}.issubset(ops.HEAD_SIZES) and layer.activation in ("silu", "swish")
 
@@ -271,18 +273,26 @@ class _StateSpace(_Operator):
         else:
             projected = layer.in_proj(hidden_states)
         z, xbc, dt = projected.split([layer.intermediate_size, layer.conv_dim, layer.num_heads], -1)
-        how = {"groups": layer.n_groups, "norm_eps": 1.0}  # of no norm
-        if weights["norm"] is not None:
-            norm = layer.norm
-            parts = getattr(norm, "n_groups", 0) or layer.intermediate_size // norm.group_size
-            first = getattr(norm, "norm_before_gate", False)
-            how |= {"norm_eps": norm.variance_epsilon, "norm_groups": parts, "norm_first": first}
-        return ops.state_space(xbc, z, dt, **weights, **states, **how)
+        return ops.state_space(xbc, z, dt, **weights, **states, groups=layer.n_groups, **self._norms(layer))
+
+    def _norms(self, layer: Any) -> dict[str, Any]:
+        if self.weights(layer)["norm"] is None:
+            return {"norm_eps": 1.0}  # of no norm
+        norm = layer.norm
+        parts = getattr(norm, "n_groups", 0) or layer.intermediate_size // norm.group_size
+        first = getattr(norm, "norm_before_gate", False)
+        return {"norm_eps": norm.variance_epsilon, "norm_groups": parts, "norm_first": first}
+
+    def _sizes(self, layer: Any) -> dict[str, Any]:
+        heads = {"key_heads": layer.n_groups, "value_heads": layer.num_heads}
+        sizes = {"key_size": layer.ssm_state_size, "value_size": layer.head_dim}
+        return {**heads, **sizes, **self._norms(layer)}
 
 
 class _ShortConv(_Operator):
     """LFM2's layer."""
 
+    kind = "short_conv"
     cache_name, conv_name = "past_key_values", "conv"
 
     def _fits(self, layer: Any) -> bool:
