@@ -19,8 +19,8 @@ PY=$VLLM_PY select_pytest_options
 left=()
 case $half in
   "") ;;
-  0) left=(tests/vllm/test_{attention,cache,gguf_models,packed,real_models,stock}.py) ;;
-  1) left=(tests/vllm/test_{example,floats,gguf_architectures,hybrid,memory,parallel}.py) ;;
+  0) left=(tests/vllm/test_{cache,decoder_architectures,gguf_models,packed,real_models,stock}.py) ;;
+  1) left=(tests/vllm/test_{attention,example,floats,gguf_architectures,hybrid,memory,parallel}.py) ;;
   *) die "--half $half: there are 0 and 1" ;;
 esac
 cd tests/vllm
