@@ -319,6 +319,20 @@ struct GroupsToRound {
 constexpr int64_t round_scratch_floats(int64_t group) { return 36 * group; }
 using RoundGroupsFn = void (*)(GroupsToRound& task);
 
+/// out[r, o] = sum of x[r, i] * weights[o, i] over i < n, by docs/numerics.md section 10 (router).
+struct DotTile {
+  const float* x;  ///< [rows, n], rows x_stride elements apart
+  int64_t x_stride;
+  int64_t rows;
+  const void* weights;  ///< [outputs, n] of dtype
+  DType dtype;
+  int64_t outputs;
+  int64_t n;   ///< a multiple of 16
+  float* out;  ///< [rows, outputs], rows out_stride elements apart
+  int64_t out_stride;
+};
+using DotRowsFn = void (*)(const DotTile& tile);
+
 /// Most rows of one gemm call in a task, in 1..512, for rows of k values: what is read again and again is to stay in a
 /// cache.
 using TaskRowsFn = int64_t (*)(int64_t k);
@@ -336,6 +350,7 @@ struct RowFunctions {
   QuantizeTokenFn quantize_token;
   AddWeightSumsFn add_weight_sums;
   RoundGroupsFn round_groups;
+  DotRowsFn dot_rows;
 };
 
 /// How it multiplies, and what it needs for that.

@@ -43,30 +43,6 @@ inline void load_as(const void* data, int64_t i, Lanes& lanes) {
   }
 }
 
-// Two sums, so that an addition need not wait for the one before: of even and of odd vectors.
-template <DType kType>
-float dot_as(const float* x, const void* weight, int64_t n) {
-  Lanes even = {};
-  Lanes odd = {};
-  Lanes a;
-  Lanes b;
-  int64_t i = 0;
-  for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
-    load(x + i, a);
-    load_as<kType>(weight, i, b);
-    even += a * b;
-    load(x + i + kLanes, a);
-    load_as<kType>(weight, i + kLanes, b);
-    odd += a * b;
-  }
-  if (i < n) {
-    load(x + i, a);
-    load_as<kType>(weight, i, b);
-    even += a * b;
-  }
-  return total(even + odd);
-}
-
 }  // namespace
 
 void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* out) {
@@ -108,14 +84,6 @@ void load_floats(const void* x, DType dtype, int64_t n, float* out) {
       default: load_as<DType::kFloat32>(x, i, values);
     }
     std::memcpy(out + i, &values, sizeof values);
-  }
-}
-
-float dot_row(const float* x, const void* weight, DType dtype, int64_t n) {
-  switch (dtype) {
-    case DType::kBFloat16: return dot_as<DType::kBFloat16>(x, weight, n);
-    case DType::kFloat16: return dot_as<DType::kFloat16>(x, weight, n);
-    default: return dot_as<DType::kFloat32>(x, weight, n);
   }
 }
 

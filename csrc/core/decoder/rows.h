@@ -18,9 +18,6 @@ void rotate(const float* angles, int64_t half, bool interleaved, float* x);
 /// x[i] += factor * y[i] for i < n.
 void add_scaled(const float* y, float factor, int64_t n, float* x);
 
-/// sum of x[i] * weight[i] over i < n; weight is of dtype, n a multiple of 16.
-float dot_row(const float* x, const void* weight, DType dtype, int64_t n);
-
 /// out[i] = x[i] for i < n, a multiple of 16; x is of dtype.
 void load_floats(const void* x, DType dtype, int64_t n, float* out);
 

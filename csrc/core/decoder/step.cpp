@@ -208,17 +208,30 @@ class Step {
 
   // out[m, matrix.n] = x[m, k] times a matrix of floats.
   void multiply_floats(const FloatMatrix& matrix, const float* x, int64_t k, float* out) {
-    constexpr int64_t kRowsOfTask = 16;
-    const int64_t parts = ceil_div(matrix.n, kRowsOfTask);
+    multiply_rows({x, k, m_, matrix.rows, matrix.type, matrix.n, k, out, matrix.n}, 1, 0, 0);
+  }
+
+  // `heads` products of floats, of which `tile` is the first. The next begins x_step and out_step elements behind; its
+  // weights follow.
+  void multiply_rows(const DotTile& tile, int64_t heads, int64_t x_step, int64_t out_step) {
+    constexpr int64_t kTokens = 32;  // whose rows stay in a second-level cache
+    const int64_t outputs = tile.rows <= kFewRows ? 16 : 64;
+    const int64_t bands = ceil_div(tile.rows, kTokens);
+    const int64_t parts = ceil_div(tile.outputs, outputs);
     const auto task = [&](int64_t, int64_t t, int) {
-      const int64_t r = t / parts;
-      const Range range = share(matrix.n, parts, t % parts);
-      for (int64_t i = range.begin; i < range.end; ++i) {
-        const uint8_t* row = static_cast<const uint8_t*>(matrix.rows) + i * k * dtype_bytes(matrix.type);
-        out[r * matrix.n + i] = dot_row(x + r * k, row, matrix.type, k);
-      }
+      const int64_t h = t / (bands * parts);
+      const Range rows = share(tile.rows, bands, t / parts % bands);
+      const Range range = share(tile.outputs, parts, t % parts);
+      DotTile part = tile;
+      part.x += h * x_step + rows.begin * tile.x_stride;
+      part.rows = rows.size();
+      part.weights = static_cast<const uint8_t*>(tile.weights) +
+                     (h * tile.outputs + range.begin) * tile.n * dtype_bytes(tile.dtype);
+      part.outputs = range.size();
+      part.out += h * out_step + rows.begin * tile.out_stride + range.begin;
+      kernel_.dot_rows(part);
     };
-    const Phase phases[] = {{m_ * parts, task, 0, true}};
+    const Phase phases[] = {{heads * bands * parts, task, 0, true}};
     run_phases(team_, team_.threads(), phases);
   }
 
@@ -279,20 +292,9 @@ class Step {
 
   // out[r, h, i] = x[r, h] * weight[h, i], a product of floats; weight [heads, out.size, x.size] of type.
   void multiply_heads(int64_t heads, const HeadRows& x, const void* weight, DType type, const HeadRows& out) {
-    constexpr int64_t kColumnsOfTask = 64;
-    const int64_t parts = ceil_div(out.size, kColumnsOfTask);
-    const auto task = [&](int64_t, int64_t t, int) {
-      const int64_t h = t / parts;
-      const Range range = share(out.size, parts, t % parts);
-      for (int64_t i = range.begin; i < range.end; ++i) {
-        const uint8_t* row = static_cast<const uint8_t*>(weight) + (h * out.size + i) * x.size * dtype_bytes(type);
-        for (int64_t r = 0; r < m_; ++r) {
-          out.rows.row(r)[h * out.stride + i] = dot_row(x.rows.row(r) + h * x.stride, row, type, x.size);
-        }
-      }
-    };
-    const Phase phases[] = {{heads * parts, task, 0, true}};
-    run_phases(team_, team_.threads(), phases);
+    const DotTile tile = {x.rows.data,   x.rows.stride,  m_, weight, type, out.size, x.size,
+                          out.rows.data, out.rows.stride};
+    multiply_rows(tile, heads, x.stride, out.stride);
   }
 
   // Norms and turns q or k of one token, heads `stride` apart.
@@ -326,7 +328,11 @@ class Step {
     const int64_t n = plan_.hidden;
     const float* gate = layer.experts.shared_gate;
     for_rows(m_, [&](int64_t r) {
-      const float factor = gate == nullptr ? 1.0f : sigmoid(dot_row(b_.normed + r * n, gate, DType::kFloat32, n));
+      float factor = 1.0f;
+      if (gate != nullptr) {
+        kernel_.dot_rows({b_.normed + r * n, n, 1, gate, DType::kFloat32, 1, n, &factor, 1});
+        factor = sigmoid(factor);
+      }
       add_scaled(b_.shared + r * n, factor, n, b_.y + r * n);
     });
   }
