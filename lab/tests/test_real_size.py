@@ -1,6 +1,7 @@
 """lab/real_size: what it writes at small sizes, read by the packages that models are read with."""
 
 import json
+import math
 import shutil
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from qwen3_moe import Shapes
 from real_size import gguf_file, gguf_q4_0, gguf_q4_k_m, values, write
+from real_size.qwen35 import HybridShapes
 
 import w4a8
 from w4a8.checkpoint import read_layers
@@ -204,6 +206,33 @@ def test_gguf_file(small, written, tmp_path):
     assert np.array_equal(query, _dequantized(checkpoint, "model.layers.0.self_attn.q_proj", small.group).numpy())
     router = tensors["blk.0.ffn_gate_inp.weight"].data
     assert np.array_equal(router, checkpoint["model.layers.0.mlp.gate.weight"].float().numpy())
+
+
+def test_hybrid_file(tmp_path):
+    """As transformers' class of the architecture wants it, and nothing else; other formats are refused."""
+    _gguf()
+    transformers = pytest.importorskip("transformers", minversion="5.19")
+    import gguf
+
+    import w4a8.integrations.transformers  # noqa: F401, which reads the file
+
+    full = HybridShapes()
+    count = sum(math.prod(part.shape) for part in gguf_file.parts(full))
+    assert count == 34_660_610_688  # parameters of Qwen3.5-35B-A3B without its tower for pictures
+    sizes = {"hidden": 256, "heads": 2, "kv_heads": 1, "head_dim": 128, "intermediate": 256, "experts": 4, "top_k": 2}
+    some = HybridShapes(layers=4, vocabulary=512, positions=64, key_heads=1, value_heads=2, group=32, **sizes)
+    write.write(some, tmp_path, ["gguf-q4_k_m"])
+    path = tmp_path / "gguf-q4_k_m" / "model.gguf"
+    assert {tensor.name for tensor in gguf.GGUFReader(path).tensors} == {part.name for part in gguf_file.parts(some)}
+    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    assert type(model).__name__ == "Qwen3_5MoeForCausalLM" and model.config.layer_types[2:] == [
+        "linear_attention",
+        "full_attention",
+    ]
+    with torch.no_grad():
+        assert model(torch.arange(9)[None]).logits.isfinite().all()
+    with pytest.raises(ValueError, match="formats are 'w4a8', expected gguf-q4_k_m for qwen35moe"):
+        write.write(some, tmp_path, ["w4a8"])
 
 
 def test_q4_k_m_file(small, tmp_path):
