@@ -210,7 +210,8 @@ def test_the_table_of_the_documents():
     for line in text.partition("\n## ")[0].splitlines():
         names, _, *cells = line.strip("|").split(" | ")[:6] if line.startswith("| `") else ("", "")
         found |= {
-            name: [cell in ("✓", "in bfloat16", "dense; a") for cell in cells] for name in re.findall("`(.+?)`", names)
+            name: [cell in ("✓", "✓; g", "in bfloat16", "dense; a") for cell in cells]
+            for name in re.findall("`(.+?)`", names)
         }
     gguf_cases = {name.partition(",")[0] for name in MODELS} | {each[0] for each in gguf_models.MODELS.values()}
     int4_cases = {name.partition(",")[0] for name in INT4.keys() - STACKED} - {"mixtral"}

@@ -446,5 +446,7 @@ def test_peak_memory(order, zeros):
     total, peak = meter.run(PEAK, order, zeros)
     assert total > 50e6
     few, huge_pages = 5 * total / 64, 2 * (2 << 20)
-    scales = 2 * 64 * (1024 * 8 + 1024 * 4)  # wait as float32, and are packed as bfloat16
-    assert peak < total + scales + few + huge_pages
+    groups = 64 * (1024 * 8 + 1024 * 4)
+    scales = 2 * groups  # wait as float32, and are packed as bfloat16
+    heap = 5 * groups  # scales and zero points are too small for pages of their own: what is freed stays in the heap
+    assert peak < total + scales + few + huge_pages + (heap if order == "shuffled" else 0)
