@@ -39,6 +39,7 @@ class Family:
         mlps: classes in vLLM of dense MLPs and of experts that all tokens share.
         experts: class in vLLM with a router and experts; "": none.
         layer, attention: classes in vLLM.
+        more_layers: classes in vLLM of layers with other parts.
         attention_at, mlp_at: attributes of a layer in vLLM; in transformers "self_attn" and, if there is one, "mlp".
         nothing: attributes of a layer or of its attention in vLLM that must be None or False.
         refuses: fields of the config that must not be set.
@@ -52,7 +53,7 @@ class Family:
         shared: attributes of the module with experts in transformers: the shared expert and its gate; "": none.
         part: attribute of a layer that is attention, linear attention, an MLP or experts alone, behind a norm; "": a
             layer has attention or linear attention, then an MLP or experts.
-        names: names in transformers that differ from Llama's, by these.
+        names: names of modules that differ from Llama's, by these; of MLPs in transformers alone.
         activation: of MLPs, by its name in transformers, where the config does not say; "": the config does.
         beside: attribute of a layer with an MLP beside ``mlp_at``, whose outputs are added, or in its place; "": none.
         is_latent: attention is latent (MLA), which runs in one call in vLLM alone.
@@ -74,6 +75,7 @@ class Family:
     turns_windows_alone: bool = False
     router: str = "gate"
     shared: tuple[str, str] = ("", "")
+    more_layers: tuple[str, ...] = ()
     part: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
     activation: str = ""
@@ -81,7 +83,7 @@ class Family:
     is_latent: bool = False
 
     def name(self, usual: str) -> str:
-        """The name in transformers of what Llama calls ``usual``."""
+        """The name of what Llama calls ``usual``."""
         return self.names.get(usual, usual)
 
     def classes(self, *ends: str) -> tuple[str, ...]:
@@ -89,11 +91,18 @@ class Family:
         return tuple(end if "." in end else self.vllm + end for end in ends if end)
 
 
-# Names of LFM2, by Llama's.
-_LFM2 = {
-    "norm": "embedding_norm", "mlp": "feed_forward", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2",
-    "o_proj": "out_proj", "q_norm": "q_layernorm", "k_norm": "k_layernorm",
-}  # fmt: skip
+_LFM2 = Family(
+    "lfm2.Lfm2",
+    layer="AttentionDecoderLayer",
+    more_layers=("ShortConvDecoderLayer",),
+    mlp_at="feed_forward",
+    norms=_TWO_OF_LFM2,
+    names={
+        "norm": "embedding_norm", "mlp": "feed_forward", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2",
+        "o_proj": "out_proj", "q_norm": "q_layernorm", "k_norm": "k_layernorm",
+    },
+    activation="silu",
+)  # fmt: skip
 _QWEN3_NEXT = Family(
     "qwen3_next.Qwen3Next",
     ("qwen2_moe.Qwen2MoeMLP",),
@@ -172,12 +181,23 @@ FAMILIES = {
         ("granitemoeshared.GraniteMoeSharedMLP",),
         "granitemoe.GraniteMoeMoE",
         "AttentionDecoderLayer",
+        more_layers=("MambaDecoderLayer",),
         mlp_at="block_sparse_moe",
         beside="shared_mlp",
     ),
-    "lfm2": Family(norms=_TWO_OF_LFM2, names=_LFM2, activation="silu"),
-    "lfm2_moe": Family(norms=_TWO_OF_LFM2, names={**_LFM2, "rotary_emb": "pos_emb"}, activation="silu"),
+    "lfm2": _LFM2,
+    "lfm2_moe": replace(
+        _LFM2,
+        vllm="lfm2_moe.Lfm2Moe",
+        mlps=("Mlp",),
+        experts="SparseMoeBlock",
+        names={**_LFM2.names, "rotary_emb": "pos_emb"},
+    ),
     "nemotron_h": Family(
+        "nemotron_h.NemotronH",
+        experts="MoE",
+        layer="AttentionDecoderLayer",
+        more_layers=("MambaDecoderLayer", "MoEDecoderLayer", "MLPDecoderLayer"),
         refuses=("moe_latent_size",),
         part="mixer",
         names={"norm": "norm_f", "hidden_act": "mlp_hidden_act"},

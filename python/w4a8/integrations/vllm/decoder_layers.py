@@ -10,36 +10,34 @@ from typing import Any, NamedTuple
 
 import torch
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm, RMSNorm
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsLinearMethod
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import DeepseekScalingRotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope import Phi3LongRoPEScaledRotaryEmbedding
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from w4a8.core.activation import MoEActivation, as_activation, kernel_activation_kind
 from w4a8.core.families import FAMILIES, Family
 from w4a8.integrations.rotary import FIXED, angles
-from w4a8.integrations.vllm import attention, linear_attention, settings
-from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod
+from w4a8.integrations.vllm import attention, settings
+from w4a8.integrations.vllm.decoder_parts import Unfit, float_weight, only, packed, without_bias
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
-from w4a8.integrations.vllm.products import products_of
+from w4a8.integrations.vllm.state_layers import fields_of, state_layer_of
 
 # Of MRotaryEmbedding for text, whose positions are the same on all axes.
 _ROTATIONS = tuple(each.forward_native for each in (RotaryEmbedding, MRotaryEmbedding, DeepseekScalingRotaryEmbedding))
 # vLLM's matrices of latent attention, and fields of ``Decoder.add_layer``.
 _LATENTS = (("W_UK_T", "k_up"), ("W_UV", "v_up"))
-_LINEARS = (("gate_up_proj", "input_linear"), ("down_proj", "output_linear"))
-_METHODS = (W4A8LinearMethod, CompressedTensorsLinearMethod)
+# Names of an MLP's layers: Llama's, Granite's, LFM2's and those of an MLP without a gate.
+_INNER = ("gate_up_proj", "input_linear", "w13", "up_proj")
+_OUTER = ("down_proj", "output_linear", "w2")
 # RMS norms of MiniMax's heads, and in transformers' modules; where these classes are differs between versions of vLLM.
 _NORMS = ("MiniMaxText01RMSNormTP", "TPAwareRMSNorm")
 # Activation of a dense MLP, by vLLM's class.
-_ACTIVATIONS = {"SiluAndMul": MoEActivation.SILU, "GeluAndMul": MoEActivation.GELU}
-
-
-class Unfit(Exception):
-    """Why the layers of a model cannot run in one call."""
+_ACTIVATIONS = {
+    "SiluAndMul": MoEActivation.SILU,
+    "GeluAndMul": MoEActivation.GELU,
+    "ReLUSquaredActivation": MoEActivation.RELU2_NO_MUL,
+}
 
 
 def class_name(module: Any) -> str:
@@ -141,43 +139,7 @@ def _tables(rotary: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return rotary.cos_sin_cache, rotary._compute_cos_sin_cache()
 
 
-def packed(linear: Any) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """The packed matrices of a linear layer, one under the other, and a bias that is not packed.
-
-    Raises:
-        Unfit: the layer is not packed, or rotates its input.
-    """
-    products = products_of(linear)
-    is_here = type(getattr(linear, "quant_method", None)) in _METHODS and linear.tp_size == 1
-    if not is_here or not products or any(product.group is None for product in products):
-        raise Unfit(f"{linear.prefix} is not packed")
-    is_packed = linear.bias is None or any(product.has_bias for product in products)
-    found = [getattr(linear, product.parameter).data for product in products]
-    return found, None if is_packed else linear.bias.data
-
-
-def packed_head(layer: Any) -> torch.Tensor | None:
-    """The packed matrix of an output layer; None if the layer is not packed here, or not as one matrix."""
-    if not isinstance(layer, ParallelLMHead) or layer.tp_size != 1:
-        return None
-    products = products_of(layer)
-    return getattr(layer, products[0].parameter).data if len(products) == 1 and products[0].group is not None else None
-
-
-def _without_bias(linear: Any) -> list[torch.Tensor]:
-    found, bias = packed(linear)
-    if bias is not None:
-        raise Unfit(f"{linear.prefix} has a bias beside its packed matrix")
-    return found
-
-
-def _only(linear: Any, found: list[torch.Tensor]) -> torch.Tensor:
-    if len(found) != 1:
-        raise Unfit(f"{linear.prefix} has {len(found)} packed matrices")
-    return found[0]
-
-
-def attention_fields(module: Any, norms: Norms, ropes: Ropes) -> dict[str, Any]:
+def attention_fields(module: Any, family: Family, norms: Norms, ropes: Ropes) -> dict[str, Any]:
     """The fields of ``Decoder.add_layer`` for attention.
 
     Raises:
@@ -189,12 +151,14 @@ def attention_fields(module: Any, norms: Norms, ropes: Ropes) -> dict[str, Any]:
     if impl.kv_sharing_target_layer_name is not None:
         raise Unfit("layers that share keys and values")
     qkv, qkv_bias = packed(module.qkv_proj)
-    out, out_bias = packed(module.o_proj)
-    turns, rotary = _turns(module), getattr(module, "rotary_emb", ropes.shared)
+    projection = getattr(module, family.name("o_proj"))
+    out, out_bias = packed(projection)
+    rotary = getattr(module, "rotary_emb", ropes.shared)
+    turns = rotary is not None and _turns(module)
     layer_type = module.attention_type if hasattr(rotary, "layer_types") else None
     fields: dict[str, Any] = {
         "qkv": qkv,
-        "out": _only(module.o_proj, out),
+        "out": only(projection, out),
         "qkv_bias": qkv_bias,
         "out_bias": out_bias,
         "heads": impl.num_heads,
@@ -211,36 +175,9 @@ def attention_fields(module: Any, norms: Norms, ropes: Ropes) -> dict[str, Any]:
         "interleaved": turns and not getattr(rotary, "is_neox_style", True),
     }
     for name in ("q_norm", "k_norm"):
-        if hasattr(module, name):
-            fields[name] = norms.weight(getattr(module, name))
+        if hasattr(module, family.name(name)):
+            fields[name] = norms.weight(getattr(module, family.name(name)))
     return fields
-
-
-def linear_fields(module: Any) -> dict[str, Any]:
-    """The arguments of ``Decoder.add_linear_attention``.
-
-    Raises:
-        Unfit: linear attention is not computed here.
-    """
-    if not getattr(module, "w4a8_runs_core", False):
-        raise Unfit("linear attention is vLLM's (the log says why)")
-    projections, gates = _without_bias(module.in_proj_qkvz), None
-    small = products_of(module.in_proj_ba)
-    if small and all(product.group is not None for product in small):
-        projections = projections + _without_bias(module.in_proj_ba)
-    else:
-        gates, _ = float_weight(module.in_proj_ba)
-    return {
-        "projections": projections,
-        "gates": gates,
-        "out": _only(module.out_proj, _without_bias(module.out_proj)),
-        "kind": "gated_delta",
-        "key_size": module.head_k_dim,
-        "value_size": module.head_v_dim,
-        "interleaved": module.gqa_interleaved_layout,
-        **linear_attention.weights_of(module),
-        **linear_attention.numbers_of(module),
-    }
 
 
 def _turns(module: Any) -> bool:
@@ -251,22 +188,28 @@ def _turns(module: Any) -> bool:
 
 
 def vllm_attention(layer: Any, family: Family) -> Any:
-    """vLLM's attention of a layer, which owns the cache; None: it has linear attention (:func:`linear_of`).
+    """vLLM's attention of a layer, which owns the cache; None: the layer has none.
 
     Raises:
         Unfit: there is no table for the class of the layer or of its attention.
     """
-    _expect(layer, family.classes(family.layer))
-    if linear_of(layer) is not None:
+    module = _attention_of(layer, family)
+    if module is None:
         return None
-    module = getattr(layer, family.attention_at)
-    _expect(module, family.classes(family.attention))
     return module.mla_attn.mla_attn if family.is_latent else module.attn
 
 
-def linear_of(layer: Any) -> Any:
-    """vLLM's linear attention of a layer, which owns the states; None: the layer has none."""
-    return getattr(layer, "linear_attn", None)
+def _attention_of(layer: Any, family: Family) -> Any:
+    """The module around that attention."""
+    _expect(layer, family.classes(family.layer, *family.more_layers))
+    if state_layer_of(layer) is not None:
+        return None
+    module = getattr(layer, family.part or family.attention_at)
+    known = family.classes(family.attention)
+    if family.part and class_name(module) not in known:
+        return None
+    _expect(module, known)
+    return module
 
 
 def latent_fields(module: Any, norms: Norms, ropes: Ropes) -> dict[str, Any]:
@@ -283,10 +226,10 @@ def latent_fields(module: Any, norms: Norms, ropes: Ropes) -> dict[str, Any]:
         raise Unfit("sparse or gated attention")
     fields: dict[str, Any] = {}
     if parts.q_lora_rank is None:
-        qkv = _without_bias(parts.q_proj) + _without_bias(parts.kv_a_proj_with_mqa)
+        qkv = without_bias(parts.q_proj) + without_bias(parts.kv_a_proj_with_mqa)
     else:
-        qkv = _without_bias(parts.fused_qkv_a_proj)
-        fields["q_up"] = _only(parts.q_b_proj, _without_bias(parts.q_b_proj))
+        qkv = without_bias(parts.fused_qkv_a_proj)
+        fields["q_up"] = only(parts.q_b_proj)
         fields["q_norm"] = norms.weight(parts.q_a_layernorm)
     for name, field in _LATENTS:
         fields[field] = getattr(inner, name).data.transpose(1, 2).contiguous()
@@ -294,7 +237,7 @@ def latent_fields(module: Any, norms: Norms, ropes: Ropes) -> dict[str, Any]:
     rotary = parts.rotary_emb
     return fields | {
         "qkv": qkv,
-        "out": _only(parts.o_proj, out),
+        "out": only(parts.o_proj, out),
         "out_bias": out_bias,
         "heads": inner.num_heads,
         "kv_heads": 1,
@@ -331,9 +274,8 @@ def mlp_fields(module: Any) -> dict[str, Any]:
         raise Unfit(f"there is no table for {type(act).__name__}")
     if kind == MoEActivation.GELU and act.approximate == "tanh":
         kind = MoEActivation.GELU_TANH
-    # The second names are Granite's.
-    inner, outer = (getattr(module, a if hasattr(module, a) else b) for a, b in _LINEARS)
-    fields = {"gate_up": _without_bias(inner), "down": _only(outer, _without_bias(outer))}
+    inner, outer = (next(filter(None, (getattr(module, a, None) for a in names))) for names in (_INNER, _OUTER))
+    fields = {"gate_up": without_bias(inner), "down": only(outer)}
     return fields | {"activation_kind": kernel_activation_kind(kind)}
 
 
@@ -351,8 +293,6 @@ def expert_fields(runner: Any, router: Any) -> dict[str, Any]:
         raise Unfit(f"{routed.layer_name} transforms its inputs or outputs")
     if routed.custom_routing_function is not None or type(runner.router).__name__ == "ZeroExpertRouter":
         raise Unfit(f"{routed.layer_name} routes by a function of its own")
-    if not method.sizes.gated:
-        raise Unfit(f"{routed.layer_name} has experts without a gate")
     if routed.expert_map is not None or routed.apply_router_weight_on_input:
         raise Unfit(f"{routed.layer_name} holds some experts, or scales their inputs")
     weight, bias = float_weight(router)
@@ -374,24 +314,6 @@ def expert_fields(runner: Any, router: Any) -> dict[str, Any]:
     }
 
 
-def float_weight(linear: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Floats [out_features, in_features] of a linear layer that is not quantized, and the bias.
-
-    vLLM may keep the weight only in the form of the multiplying library. Multiplying a unit matrix gives the weight
-    exactly.
-
-    Raises:
-        Unfit: the weight is no matrix of floats.
-    """
-    if type(linear.quant_method) is not UnquantizedLinearMethod:
-        raise Unfit(f"{linear.prefix} is quantized")
-    bias = None if linear.bias is None else linear.bias.data
-    if linear.weight.dim() == 2:
-        return linear.weight.data, bias
-    unit = torch.eye(linear.input_size, dtype=linear.params_dtype)
-    return linear.quant_method.apply(linear, unit).t().contiguous(), bias
-
-
 class LayerFields(NamedTuple):
     """Arguments of the methods of ``Decoder`` by which a layer is added; {}: not called."""
 
@@ -406,31 +328,36 @@ def layer_fields(layer: Any, family: Family, norms: Norms, ropes: Ropes) -> Laye
     Raises:
         Unfit: a part differs from the table.
     """
-    experts = family.classes(family.experts)
-    _expect(layer, family.classes(family.layer))
-    linear, mlp = linear_of(layer), getattr(layer, family.mlp_at)
-    beside = getattr(layer, family.beside) if family.beside else None
-    if mlp is None:
-        mlp, beside = beside, None
-    module = getattr(layer, family.attention_at) if linear is None else linear
-    if linear is None:
-        _expect(module, family.classes(family.attention))
-    _expect(mlp, family.classes(*family.mlps) + experts)
+    experts, known = family.classes(family.experts), family.classes(*family.mlps)
+    module, states, norm_names = _attention_of(layer, family), state_layer_of(layer), family.norms
+    mlp = beside = None
+    if family.part:
+        mlp = getattr(layer, family.part) if module is None and states is None else None
+        norm_names = (("input_norm" if mlp is None else "mlp_input_norm", "norm"),)
+    else:
+        mlp = getattr(layer, family.mlp_at)
+        beside = getattr(layer, family.beside) if family.beside else None
+        if mlp is None:
+            mlp, beside = beside, None
+    if mlp is not None:
+        _expect(mlp, known + experts)
     for name in family.nothing:
-        if any(getattr(owner, name, None) for owner in (layer, module)):
+        if any(getattr(owner, name, None) for owner in (layer, module or states)):
             raise Unfit(f"{class_name(layer)} with {name}")
-    fields = {field: norms.weight(getattr(layer, name)) for field, name in family.norms}
+    fields = {field: norms.weight(getattr(layer, name)) for field, name in norm_names}
     fields["residual"] = float(getattr(layer, "residual_multiplier", 1.0))
-    if linear is None:
-        fields |= (latent_fields if family.is_latent else attention_fields)(module, norms, ropes)
-    states = {} if linear is None else linear_fields(linear)
-    if class_name(mlp) not in experts:
-        return LayerFields(fields | mlp_fields(mlp), states, {})
+    if module is not None and family.is_latent:
+        fields |= latent_fields(module, norms, ropes)
+    elif module is not None:
+        fields |= attention_fields(module, family, norms, ropes)
+    linear = {} if states is None else fields_of(states)
+    if mlp is None or class_name(mlp) not in experts:
+        return LayerFields(fields | ({} if mlp is None else mlp_fields(mlp)), linear, {})
     routed = expert_fields(mlp.experts, getattr(mlp, family.router))
     shared = beside if mlp.experts.shared_experts is None else mlp.experts.shared_experts._layer
     if shared is not None:
-        _expect(shared, family.classes(*family.mlps))
+        _expect(shared, known)
         fields |= mlp_fields(shared)
         gate = getattr(shared, "expert_gate", None)
         routed["shared_gate"] = None if gate is None else float_weight(gate)[0].flatten()
-    return LayerFields(fields, states, routed)
+    return LayerFields(fields, linear, routed)

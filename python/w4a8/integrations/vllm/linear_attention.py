@@ -159,8 +159,10 @@ def states_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def fresh_sequences(step: Any) -> torch.Tensor:
     """Which sequences of a step, by vLLM's metadata, begin with it: bool [sequences]."""
     fresh = torch.zeros(step.num_decodes + step.num_prefills, dtype=torch.bool)
-    if step.num_prefills > 0:
+    if step.num_prefills > 0 and hasattr(step, "has_initial_state"):
         fresh[step.num_decodes :] = ~step.has_initial_state[step.num_decodes : len(fresh)]
+    elif step.num_prefills > 0:  # of Mamba and short convolutions: of prompts alone
+        fresh[step.num_decodes :] = ~step.has_initial_states_p[: step.num_prefills]
     return fresh
 
 

@@ -12,23 +12,21 @@ import torch
 from transformers import PreTrainedModel
 from vllm.forward_context import get_forward_context
 
-from w4a8.decoder import Decoder, States, StepThreads
+from w4a8.decoder import Decoder, StepThreads
 from w4a8.integrations.vllm import settings
 from w4a8.integrations.vllm.config import is_ours
 from w4a8.integrations.vllm.decoder_layers import (
     Norms,
     Ropes,
-    Unfit,
     family_of,
     layer_fields,
-    linear_of,
-    packed_head,
     share_latents,
     vllm_attention,
 )
-from w4a8.integrations.vllm.linear_attention import fresh_sequences, states_of
+from w4a8.integrations.vllm.decoder_parts import Unfit, packed_head
 from w4a8.integrations.vllm.loaded import after_loading, before_loading_again
 from w4a8.integrations.vllm.log import logger
+from w4a8.integrations.vllm.state_layers import state_layer_of, step_states
 
 # Methods of speculation that need no hidden states of this model.
 _DRAFTS = ("ngram", "ngram_gpu", "suffix", "draft_model")
@@ -140,7 +138,7 @@ class OneCall:
         self.embedding_factor = float(getattr(config, "embedding_multiplier", 1.0))  # of Granite
         found = (vllm_attention(layer, self.family) for layer in self.layers)
         self.attentions = [each for each in found if each is not None]
-        self.linear = [each for each in map(linear_of, self.layers) if each is not None]
+        self.linear = [each for each in map(state_layer_of, self.layers) if each is not None]
         if self.linear and vllm_config.speculative_config is not None:
             raise Unfit("guessed tokens of linear attention")
         self.names = [each.layer_name for each in self.attentions]
@@ -163,7 +161,7 @@ class OneCall:
         norms = Norms()
         ropes = Ropes(self.positions, self.inner.rotary_emb if self._of_transformers else None)
         fields = [layer_fields(layer, self.family, norms, ropes) for layer in self.layers]
-        weight = norms.weight(self.inner.norm)
+        weight = norms.weight(getattr(self.inner, self.family.name("norm")))
         head = None if self._head_layer is None else packed_head(self._head_layer)
         decoder = Decoder(weight, head, hidden_size=len(weight), eps=norms.eps)
         for layer, linear, experts in fields:
@@ -223,7 +221,7 @@ class OneCall:
         tables = (pages, steps[0].seq_lens, starts)
         places = positions[0] if positions.dim() == 2 else positions
         step = (hidden[:tokens], places[:tokens].long(), self.caches(), tables, self.ropes)
-        states = self.states(metadata)
+        states = step_states(self.linear, metadata)
         if self._head is None or inputs_embeds is not None:
             self._threads.restore()
             threads = 0
@@ -247,15 +245,3 @@ class OneCall:
             self._caches = [impl.blocks(cache, impl.head_size) for impl, cache in zip(impls, now)]
             self._kept = now
         return self._caches
-
-    def states(self, metadata: dict[str, Any]) -> States | None:
-        """Of each layer with linear attention; None: there is none."""
-        if not self.linear:
-            return None
-        steps = [metadata[each.prefix] for each in self.linear]
-        sequences = steps[0].num_decodes + steps[0].num_prefills
-        if all(step is steps[0] for step in steps):
-            steps = steps[:1]
-        slots = [step.non_spec_state_indices_tensor[:sequences] for step in steps]
-        conv_states, states = zip(*map(states_of, self.linear))
-        return States(conv_states, states, slots, fresh_sequences(steps[0]))

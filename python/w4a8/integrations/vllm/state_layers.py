@@ -1,0 +1,120 @@
+"""vLLM's layers whose past is a state of a fixed size, as a Decoder has them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from w4a8.decoder import States
+from w4a8.integrations.vllm import linear_attention
+from w4a8.integrations.vllm.decoder_parts import Unfit, float_weight, only, without_bias
+from w4a8.integrations.vllm.products import products_of
+from w4a8.linear_attention import conv_rows
+from w4a8.ops import HEAD_SIZES
+
+
+def state_layer_of(layer: Any) -> Any:
+    """vLLM's module of a layer that owns its states; None: the layer has none."""
+    return next((each for each in layer.children() if type(each).__name__ in _FIELDS), None)
+
+
+def fields_of(module: Any) -> dict[str, Any]:
+    """The arguments of ``Decoder.add_linear_attention``.
+
+    Raises:
+        Unfit: a Decoder does not compute the module.
+    """
+    return {"gates": None, "out": only(module.out_proj), **_FIELDS[type(module).__name__](module)}
+
+
+def step_states(modules: Sequence[Any], metadata: dict[str, Any]) -> States | None:
+    """The states of a step, by vLLM's metadata; None: no module has any."""
+    if not modules:
+        return None
+    steps = [metadata[each.prefix] for each in modules]
+    fresh = linear_attention.fresh_sequences(steps[0])
+    if all(step is steps[0] for step in steps):
+        steps = steps[:1]
+    found = [_states_of(each) for each in modules]
+    states = [state for _, state in found if state is not None]
+    return States([conv for conv, _ in found], states, [_slots(step, len(fresh)) for step in steps], fresh)
+
+
+def _slots(step: Any, sequences: int) -> torch.Tensor:
+    """Decodes come before prompts."""
+    if hasattr(step, "non_spec_state_indices_tensor"):
+        return step.non_spec_state_indices_tensor[:sequences]
+    found = (step.state_indices_tensor_d, step.state_indices_tensor_p)
+    return torch.cat([each.flatten() for each in found if each is not None])[:sequences]
+
+
+def _states_of(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if hasattr(module, "in_proj_qkvz"):
+        return linear_attention.states_of(module)
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    conv_state = module.kv_cache[0].transpose(1, 2) if is_conv_state_dim_first() else module.kv_cache[0]
+    return conv_state, module.kv_cache[1] if len(module.kv_cache) > 1 else None
+
+
+def _gated_delta(module: Any) -> dict[str, Any]:
+    if not getattr(module, "w4a8_runs_core", False):
+        raise Unfit("linear attention is vLLM's (the log says why)")
+    fields: dict[str, Any] = {"projections": without_bias(module.in_proj_qkvz)}
+    small = products_of(module.in_proj_ba)
+    if small and all(product.group is not None for product in small):
+        fields["projections"] += without_bias(module.in_proj_ba)
+    else:
+        fields["gates"] = float_weight(module.in_proj_ba)[0]
+    return {
+        **fields,
+        "kind": "gated_delta",
+        "key_size": module.head_k_dim,
+        "value_size": module.head_v_dim,
+        "interleaved": module.gqa_interleaved_layout,
+        **linear_attention.weights_of(module),
+        **linear_attention.numbers_of(module),
+    }
+
+
+def _state_space(module: Any) -> dict[str, Any]:
+    norm, of_state = module.norm, module.get_state_dtype()[1]
+    if of_state != torch.float32:
+        raise Unfit(f"states of {of_state} (--mamba-ssm-cache-dtype float32: one call)")
+    if module.activation not in ("silu", "swish") or module.use_replayssm:
+        raise Unfit("another form of Mamba-2")
+    if not {module.head_dim, module.ssm_state_size}.issubset(HEAD_SIZES):
+        raise Unfit(f"states of heads of {module.head_dim} x {module.ssm_state_size}")
+    return {
+        "projections": without_bias(module.in_proj),
+        "kind": "state_space",
+        "key_heads": module.n_groups,
+        "value_heads": module.num_heads,
+        "key_size": module.ssm_state_size,
+        "value_size": module.head_dim,
+        **_convolution(module.conv1d),
+        "a": -module.A.detach().float(),
+        "dt_bias": module.dt_bias.detach().float(),
+        "d": module.D.detach().float(),
+        "norm": norm.weight.detach().float() if norm.use_rms_norm else None,
+        "norm_eps": norm.variance_epsilon,
+        "norm_groups": norm.n_groups,
+    }
+
+
+def _short_conv(module: Any) -> dict[str, Any]:
+    return {"projections": without_bias(module.in_proj), "kind": "short_conv", **_convolution(module.conv)}
+
+
+def _convolution(linear: Any) -> dict[str, torch.Tensor | None]:
+    """vLLM keeps the kernels of a depthwise convolution as a linear layer, [channels, 1, width]."""
+    weight = getattr(linear, "_cpu_unpacked_conv_weight", None)  # vLLM's copy of what it packed
+    weight = linear.weight if weight is None else weight
+    bias = None if linear.bias is None else linear.bias.detach().float()
+    return {"conv_weight": conv_rows(weight.detach().reshape(len(weight), -1)), "conv_bias": bias}
+
+
+# By vLLM's class.
+_FIELDS = {"QwenGatedDeltaNetAttention": _gated_delta, "MambaMixer2": _state_space, "ShortConv": _short_conv}
