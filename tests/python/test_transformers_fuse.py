@@ -128,27 +128,32 @@ def test_numbers_of_experts(tmp_path):
     assert error < 0.05 < 0.1 < differs_by(plain, own)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3moe"])
-def test_rows_have_the_same_bits_alone(name, tmp_path):
-    """Padding to the left and to the right, chunks, and what logits_to_keep asks for."""
-    model = load(name, tmp_path)
-    fuse(model)
-    rows = [torch.randint(3, VOCAB, (n,)) for n in (9, 4, 7)]
+def check_rows_alone(model, rows):
+    """Of rows of up to 9 tokens, the first of 9: their logits alone, and the cache of the first one in parts."""
     alone = [run(model, row[None])[0] for row in rows]
     for side in ("left", "right"):
-        ids, mask = torch.zeros(3, 9, dtype=torch.int64), torch.zeros(3, 9, dtype=torch.int64)
+        ids, mask = torch.zeros(len(rows), 9, dtype=torch.int64), torch.zeros(len(rows), 9, dtype=torch.int64)
         for i, row in enumerate(rows):
             where = slice(9 - len(row), 9) if side == "left" else slice(len(row))
             ids[i, where], mask[i, where] = row, 1
-        positions = (mask.cumsum(1) - 1).clamp(min=0)
-        together = run(model, ids, mask, position_ids=positions)
-        for i in range(3):
+        together = run(model, ids, mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
+        for i in range(len(rows)):
             assert_same_bits(together[i][mask[i].bool()], alone[i])
             assert not together[i][~mask[i].bool()].any()
     cache = W4A8Cache(model.config)
     parts = [run(model, rows[0][None, a:b], cache=cache)[0] for a, b in ((0, 3), (3, 4), (4, 9))]
     assert_same_bits(torch.cat(parts), alone[0])
     assert_same_bits(run(model, rows[0][None], logits_to_keep=2)[0], alone[0][-2:])
+    return alone, cache
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "qwen3moe"])
+def test_rows_have_the_same_bits_alone(name, tmp_path):
+    """Padding to the left and to the right, chunks, and what logits_to_keep asks for."""
+    model = load(name, tmp_path)
+    fuse(model)
+    rows = [torch.randint(3, VOCAB, (n,)) for n in (9, 4, 7)]
+    alone, _ = check_rows_alone(model, rows)
     for kept in ([1, 5], list(range(8, -1, -1))):  # the second: all of them, in another order
         assert_same_bits(run(model, rows[0][None], logits_to_keep=torch.tensor(kept))[0], alone[0][kept])
 

@@ -7,7 +7,7 @@ transformers = pytest.importorskip("transformers", minversion="5.19")
 
 import torch  # noqa: E402
 from common import assert_same_bits  # noqa: E402
-from test_transformers_fuse import differs_by, fails, run  # noqa: E402
+from test_transformers_fuse import check_rows_alone, differs_by, fails, run  # noqa: E402
 from test_transformers_hybrid import ids, saved  # noqa: E402, F401
 
 from w4a8.integrations.transformers import W4A8Cache, W4A8Config, fuse  # noqa: E402
@@ -49,21 +49,9 @@ def test_rows_have_the_same_bits_alone(model):
     fuse(model)
     assert model.forward.stack.head is None
     rows = [ids(1, n, seed=n)[0] for n in (9, 4, 7)]
-    alone = [run(model, row[None])[0] for row in rows]
-    for side in ("left", "right"):
-        padded, mask = torch.zeros(3, 9, dtype=torch.int64), torch.zeros(3, 9, dtype=torch.int64)
-        for i, row in enumerate(rows):
-            where = slice(9 - len(row), 9) if side == "left" else slice(len(row))
-            padded[i, where], mask[i, where] = row, 1
-        together = run(model, padded, mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
-        for i in range(3):
-            assert_same_bits(together[i][mask[i].bool()], alone[i])
-    cache = W4A8Cache(model.config)
-    parts = [run(model, rows[0][None, a:b], cache=cache)[0] for a, b in ((0, 3), (3, 4), (4, 9))]
-    assert_same_bits(torch.cat(parts), alone[0])
+    alone, cache = check_rows_alone(model, rows)
     cache.reset()
     assert_same_bits(run(model, rows[0][None], cache=cache)[0], alone[0])
-    assert_same_bits(run(model, rows[0][None], logits_to_keep=2)[0], alone[0][-2:])
 
 
 def test_generate(model, monkeypatch):

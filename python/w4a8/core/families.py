@@ -53,7 +53,7 @@ class Family:
         shared: attributes of the module with experts in transformers: the shared expert and its gate; "": none.
         part: attribute of a layer that is attention, linear attention, an MLP or experts alone, behind a norm; "": a
             layer has attention or linear attention, then an MLP or experts.
-        names: names of modules that differ from Llama's, by these; of MLPs in transformers alone.
+        names: names of modules that differ from Llama's, by these. Of MLPs, vLLM joins gate and up.
         activation: of MLPs, by its name in transformers, where the config does not say; "": the config does.
         beside: attribute of a layer with an MLP beside ``mlp_at``, whose outputs are added, or in its place; "": none.
         is_latent: attention is latent (MLA), which runs in one call in vLLM alone.
@@ -91,6 +91,7 @@ class Family:
         return tuple(end if "." in end else self.vllm + end for end in ends if end)
 
 
+_GRANITE_MLP = {"gate_up_proj": "input_linear", "down_proj": "output_linear"}
 _LFM2 = Family(
     "lfm2.Lfm2",
     layer="AttentionDecoderLayer",
@@ -98,8 +99,8 @@ _LFM2 = Family(
     mlp_at="feed_forward",
     norms=_TWO_OF_LFM2,
     names={
-        "norm": "embedding_norm", "mlp": "feed_forward", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2",
-        "o_proj": "out_proj", "q_norm": "q_layernorm", "k_norm": "k_layernorm",
+        "norm": "embedding_norm", "mlp": "feed_forward", "gate_proj": "w1", "up_proj": "w3", "gate_up_proj": "w13",
+        "down_proj": "w2", "o_proj": "out_proj", "q_norm": "q_layernorm", "k_norm": "k_layernorm",
     },
     activation="silu",
 )  # fmt: skip
@@ -174,6 +175,7 @@ FAMILIES = {
         experts="granitemoe.GraniteMoeMoE",
         attention="granitemoe.GraniteMoeAttention",
         mlp_at="block_sparse_moe",
+        names=_GRANITE_MLP,
         beside="shared_mlp",
     ),
     "granitemoehybrid": Family(
@@ -183,6 +185,7 @@ FAMILIES = {
         "AttentionDecoderLayer",
         more_layers=("MambaDecoderLayer",),
         mlp_at="block_sparse_moe",
+        names=_GRANITE_MLP,
         beside="shared_mlp",
     ),
     "lfm2": _LFM2,

@@ -182,12 +182,11 @@ class Stack:
         told = (getattr(config, name, None) for name in ("hidden_activation", family.name("hidden_act")))
         name = next(filter(None, told), family.activation)
         _require(name in _ACTIVATIONS, f"the activation {name} is not known")
-        whole, down = ("input_linear", "output_linear") if family.beside else ("gate_up_proj", family.name("down_proj"))
         parts = ("gate_proj", "up_proj") if hasattr(mlp, family.name("gate_proj")) else ("up_proj",)
         return {
             "activation_kind": int(_ACTIVATIONS[name]),
-            "gate_up": self._joined(mlp, whole, parts),
-            "down": self._packed(mlp, down),
+            "gate_up": self._joined(mlp, family.name("gate_up_proj"), parts),
+            "down": self._packed(mlp, family.name("down_proj")),
         }
 
     def _attention(self, attention: Any, layer_type: str, rope: int) -> dict[str, Any]:

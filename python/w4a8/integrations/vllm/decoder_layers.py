@@ -27,9 +27,6 @@ from w4a8.integrations.vllm.state_layers import fields_of, state_layer_of
 _ROTATIONS = tuple(each.forward_native for each in (RotaryEmbedding, MRotaryEmbedding, DeepseekScalingRotaryEmbedding))
 # vLLM's matrices of latent attention, and fields of ``Decoder.add_layer``.
 _LATENTS = (("W_UK_T", "k_up"), ("W_UV", "v_up"))
-# Names of an MLP's layers: Llama's, Granite's, LFM2's and those of an MLP without a gate.
-_INNER = ("gate_up_proj", "input_linear", "w13", "up_proj")
-_OUTER = ("down_proj", "output_linear", "w2")
 # RMS norms of MiniMax's heads, and in transformers' modules; where these classes are differs between versions of vLLM.
 _NORMS = ("MiniMaxText01RMSNormTP", "TPAwareRMSNorm")
 # Activation of a dense MLP, by vLLM's class.
@@ -262,7 +259,7 @@ def share_latents(module: Any, fields: dict[str, Any]) -> None:
     rotary._forward_method = rotary.forward_native
 
 
-def mlp_fields(module: Any) -> dict[str, Any]:
+def mlp_fields(module: Any, family: Family) -> dict[str, Any]:
     """The fields of ``Decoder.add_layer`` for a dense MLP.
 
     Raises:
@@ -274,9 +271,12 @@ def mlp_fields(module: Any) -> dict[str, Any]:
         raise Unfit(f"there is no table for {type(act).__name__}")
     if kind == MoEActivation.GELU and act.approximate == "tanh":
         kind = MoEActivation.GELU_TANH
-    inner, outer = (next(filter(None, (getattr(module, a, None) for a in names))) for names in (_INNER, _OUTER))
-    fields = {"gate_up": without_bias(inner), "down": only(outer)}
-    return fields | {"activation_kind": kernel_activation_kind(kind)}
+    both = family.name("gate_up_proj")
+    return {
+        "gate_up": without_bias(getattr(module, both if hasattr(module, both) else "up_proj")),
+        "down": only(getattr(module, family.name("down_proj"))),
+        "activation_kind": kernel_activation_kind(kind),
+    }
 
 
 def expert_fields(runner: Any, router: Any) -> dict[str, Any]:
@@ -352,12 +352,12 @@ def layer_fields(layer: Any, family: Family, norms: Norms, ropes: Ropes) -> Laye
         fields |= attention_fields(module, family, norms, ropes)
     linear = {} if states is None else fields_of(states)
     if mlp is None or class_name(mlp) not in experts:
-        return LayerFields(fields | ({} if mlp is None else mlp_fields(mlp)), linear, {})
+        return LayerFields(fields | ({} if mlp is None else mlp_fields(mlp, family)), linear, {})
     routed = expert_fields(mlp.experts, getattr(mlp, family.router))
     shared = beside if mlp.experts.shared_experts is None else mlp.experts.shared_experts._layer
     if shared is not None:
         _expect(shared, known)
-        fields |= mlp_fields(shared)
+        fields |= mlp_fields(shared, family)
         gate = getattr(shared, "expert_gate", None)
         routed["shared_gate"] = None if gate is None else float_weight(gate)[0].flatten()
     return LayerFields(fields, linear, routed)

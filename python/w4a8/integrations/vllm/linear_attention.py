@@ -148,12 +148,16 @@ def numbers_of(layer: Any) -> dict[str, Any]:
 
 def states_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """conv_state and state of gated_delta: vLLM's pages. For guesses it has rows more of conv_state, at the end."""
+    state = layer.kv_cache[1]
+    slots, heads, value_size, key_size = state.shape
+    return conv_state_of(layer)[:, : layer.conv_kernel_size - 1], state.view(slots, heads, key_size, value_size)
+
+
+def conv_state_of(layer: Any) -> torch.Tensor:
+    """[slots, rows, channels]: vLLM's pages of a layer with a convolution."""
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
-    conv_state, state = layer.kv_cache[:2]
-    conv_state = conv_state.transpose(1, 2) if is_conv_state_dim_first() else conv_state
-    slots, heads, value_size, key_size = state.shape
-    return conv_state[:, : layer.conv_kernel_size - 1], state.view(slots, heads, key_size, value_size)
+    return layer.kv_cache[0].transpose(1, 2) if is_conv_state_dim_first() else layer.kv_cache[0]
 
 
 def fresh_sequences(step: Any) -> torch.Tensor:

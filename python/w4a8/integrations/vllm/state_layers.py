@@ -53,10 +53,7 @@ def _slots(step: Any, sequences: int) -> torch.Tensor:
 def _states_of(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     if hasattr(module, "in_proj_qkvz"):
         return linear_attention.states_of(module)
-    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
-
-    conv_state = module.kv_cache[0].transpose(1, 2) if is_conv_state_dim_first() else module.kv_cache[0]
-    return conv_state, module.kv_cache[1] if len(module.kv_cache) > 1 else None
+    return linear_attention.conv_state_of(module), module.kv_cache[1] if len(module.kv_cache) > 1 else None
 
 
 def _gated_delta(module: Any) -> dict[str, Any]:
