@@ -116,7 +116,7 @@ void decoder_add_linear_attention_cpu(const Tensor& decoder, Tensors projections
   } else {
     check_ends("projections", plan.in, {plan.out_size(), channels, of_gates});
   }
-  if (gates.has_value()) plan.gates = float_matrix(*found, "gates", *gates, of_gates);
+  if (gates.has_value()) plan.gates = float_matrix(*found, "gates", *gates, of_gates, found->plan.hidden);
   plan.out = products_of(*found, "out", std::vector<Tensor>{out}, plan.out_size(), hidden);
   layer.linear = std::move(plan);
   found->workers = 0;

@@ -57,9 +57,25 @@ const void* up_projection(Decoder& decoder, const char* name, const OptionalTens
   return input_data(decoder.keep(name, dense(*tensor)));
 }
 
+// Keys and values of each head, of a latent row: packed, or floats.
+void set_heads_of_latents(Decoder& decoder, AttentionPlan& attention, const Tensor& kv_up) {
+  LatentPlan& latent = attention.latent;
+  check_cpu({{"kv_up", kv_up}});
+  const CacheShape shape = attention.heads_shape();
+  W4A8_CHECK(shape.key_size <= kMostHeadSize && shape.value_size <= kMostHeadSize && shape.value_size % 16 == 0,
+             "kv_up is given for heads of ", shape.key_size, " and ", shape.value_size,
+             " channels of keys and values, expected multiples of 16 up to ", kMostHeadSize);
+  const int64_t n = attention.heads * latent.kv_stride();
+  if (is_floating(type_of(kv_up))) {
+    latent.kv_floats = float_matrix(decoder, "kv_up", kv_up, n, latent.rank);
+  } else {
+    latent.kv_up = products_of(decoder, "kv_up", std::vector<Tensor>{kv_up}, latent.rank, n);
+  }
+}
+
 void set_latent(Decoder& decoder, AttentionPlan& attention, Tensors qkv, const OptionalTensor& q_up,
-                const OptionalTensor& k_up, const OptionalTensor& v_up, const OptionalTensor& q_norm,
-                const OptionalTensor& k_norm) {
+                const OptionalTensor& k_up, const OptionalTensor& v_up, const OptionalTensor& kv_up,
+                const OptionalTensor& q_norm, const OptionalTensor& k_norm, float eps) {
   LatentPlan& latent = attention.latent;
   W4A8_CHECK(attention.kv_heads == 1, "kv_heads is ", attention.kv_heads, ", expected 1 for a cache of kind 'latent'");
   latent.k_up = up_projection(decoder, "k_up", k_up, attention.heads);
@@ -82,13 +98,14 @@ void set_latent(Decoder& decoder, AttentionPlan& attention, Tensors qkv, const O
   const int64_t q = q_up.has_value() ? attention.latent.q_up.k() : attention.q_size();
   attention.qkv = latent_qkv(decoder, attention, qkv, decoder.plan.hidden, q);
   W4A8_CHECK(q_up.has_value() || !q_norm.has_value(), "q_norm is given, expected none without q_up");
-  attention.q_norm = norm_of(decoder, "q_norm", q_norm, q, decoder.plan.norm.eps);
-  attention.k_norm = norm_of(decoder, "k_norm", k_norm, latent.rank, decoder.plan.norm.eps);
+  attention.q_norm = norm_of(decoder, "q_norm", q_norm, q, eps);
+  attention.k_norm = norm_of(decoder, "k_norm", k_norm, latent.rank, eps);
+  if (kv_up.has_value()) set_heads_of_latents(decoder, attention, *kv_up);
 }
 
 // Attention that is not latent.
 void set_heads(Decoder& decoder, AttentionPlan& attention, Tensors qkv, const OptionalTensor& qkv_bias,
-               const OptionalTensor& q_norm, const OptionalTensor& k_norm) {
+               const OptionalTensor& q_norm, const OptionalTensor& k_norm, float eps) {
   const int64_t size = attention.head_size;
   check_cache_shape({attention.kind, size, size});
   attention.qkv = qkv_of(decoder, attention, qkv, decoder.plan.hidden);
@@ -100,8 +117,8 @@ void set_heads(Decoder& decoder, AttentionPlan& attention, Tensors qkv, const Op
              ", expected [", size, "] with gated");
   const int64_t of_q = attention.norms_whole_rows ? attention.heads * size : size;
   const int64_t of_k = attention.norms_whole_rows ? attention.kv_size() : size;
-  attention.q_norm = norm_of(decoder, "q_norm", q_norm, of_q, decoder.plan.norm.eps);
-  attention.k_norm = norm_of(decoder, "k_norm", k_norm, of_k, decoder.plan.norm.eps);
+  attention.q_norm = norm_of(decoder, "q_norm", q_norm, of_q, eps);
+  attention.k_norm = norm_of(decoder, "k_norm", k_norm, of_k, eps);
 }
 
 }  // namespace
@@ -157,7 +174,8 @@ void decoder_add_attention_cpu(const Tensor& decoder, Tensors qkv, const Tensor&
                                double soft_cap, const OptionalTensor& sinks, const OptionalTensor& q_norm,
                                const OptionalTensor& k_norm, int64_t rope, bool interleaved,
                                const OptionalTensor& qkv_bias, const OptionalTensor& out_bias, bool gated,
-                               const OptionalTensor& q_up, const OptionalTensor& k_up, const OptionalTensor& v_up) {
+                               const OptionalTensor& q_up, const OptionalTensor& k_up, const OptionalTensor& v_up,
+                               const OptionalTensor& kv_up, Optional<double> qk_norm_eps) {
   const DecoderUse found(decoder);
   LayerPlan& layer = layer_without_mixer(*found);
   const int64_t hidden = found->plan.hidden;
@@ -176,15 +194,16 @@ void decoder_add_attention_cpu(const Tensor& decoder, Tensors qkv, const Tensor&
   attention.head_size = head_size;
   attention.kind = kind_of(kind);
   attention.gated = gated;
+  const float eps = qk_norm_eps.has_value() ? positive_number("qk_norm_eps", *qk_norm_eps) : found->plan.norm.eps;
   if (attention.kind == CacheKind::kLatent) {
     W4A8_CHECK(!qkv_bias.has_value(), "qkv_bias is given, expected none for a cache of kind 'latent'");
     W4A8_CHECK(window == 0, "window is ", window, ", expected 0 for a cache of kind 'latent'");
     W4A8_CHECK(!gated, "gated is true, expected false for a cache of kind 'latent'");
-    set_latent(*found, attention, qkv, q_up, k_up, v_up, q_norm, k_norm);
+    set_latent(*found, attention, qkv, q_up, k_up, v_up, kv_up, q_norm, k_norm, eps);
   } else {
-    W4A8_CHECK(!q_up.has_value() && !k_up.has_value() && !v_up.has_value(),
-               "q_up, k_up or v_up is given, expected a cache of kind 'latent' for it");
-    set_heads(*found, attention, qkv, qkv_bias, q_norm, k_norm);
+    W4A8_CHECK(!q_up.has_value() && !k_up.has_value() && !v_up.has_value() && !kv_up.has_value(),
+               "q_up, k_up, v_up or kv_up is given, expected a cache of kind 'latent' for it");
+    set_heads(*found, attention, qkv, qkv_bias, q_norm, k_norm, eps);
   }
   check_count("out_bias", out_bias, hidden);
   attention.out_bias = found->keep_floats("out_bias", out_bias);
@@ -236,7 +255,7 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
   plan.routing =
       routing_args(experts, top_k, renormalize, scoring_func, num_expert_group, topk_group, routed_scaling_factor, {});
   plan.routing.bias = found->keep_floats("e_score_correction_bias", e_score_correction_bias);
-  plan.router = float_matrix(*found, "router", router, experts);
+  plan.router = float_matrix(*found, "router", router, experts, hidden);
   plan.router_bias = found->keep_floats("router_bias", router_bias);
   plan.shared_gate = found->keep_floats("shared_gate", shared_gate);
   const Tensor w13 = found->keep("w13_packed", dense(w13_packed));

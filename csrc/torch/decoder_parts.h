@@ -43,9 +43,9 @@ inline Products products_of(Decoder& decoder, const char* name, Tensors tensors,
   return Products(std::move(matrices));
 }
 
-// A matrix of floats, [n, hidden].
-inline FloatMatrix float_matrix(Decoder& decoder, const char* name, const Tensor& matrix, int64_t n) {
-  check_shape_is(name, matrix, {n, decoder.plan.hidden});
+// A matrix of floats, [n, k].
+inline FloatMatrix float_matrix(Decoder& decoder, const char* name, const Tensor& matrix, int64_t n, int64_t k) {
+  check_shape_is(name, matrix, {n, k});
   const DType type = activation_dtype(name, matrix);
   return {input_data(decoder.keep(name, dense(matrix))), type, n};
 }

@@ -103,7 +103,8 @@ void decoder_add_attention_cpu(const Tensor& decoder, Tensors qkv, const Tensor&
                                double soft_cap, const OptionalTensor& sinks, const OptionalTensor& q_norm,
                                const OptionalTensor& k_norm, int64_t rope, bool interleaved,
                                const OptionalTensor& qkv_bias, const OptionalTensor& out_bias, bool gated,
-                               const OptionalTensor& q_up, const OptionalTensor& k_up, const OptionalTensor& v_up);
+                               const OptionalTensor& q_up, const OptionalTensor& k_up, const OptionalTensor& v_up,
+                               const OptionalTensor& kv_up, Optional<double> qk_norm_eps);
 void decoder_add_linear_attention_cpu(const Tensor& decoder, Tensors projections, const OptionalTensor& gates,
                                       const Tensor& out, const Tensor& conv_weight, Text kind, int64_t key_heads,
                                       int64_t value_heads, int64_t key_size, int64_t value_size,

@@ -23,17 +23,30 @@ struct NormPlan {
   explicit operator bool() const { return weight != nullptr; }
 };
 
+/// Rows of floats that activations are multiplied with, each by itself: routers and gates.
+struct FloatMatrix {
+  const void* rows = nullptr;  ///< [n, k] of type; null: none
+  DType type = DType::kFloat32;
+  int64_t n = 0;
+  explicit operator bool() const { return rows != nullptr; }
+};
+
 /// Latent attention (MLA), whose cache holds a latent row of a token in place of its keys and values. k_up and v_up
-/// make the keys and values of each head of such a row. Here they act on the query and on the result instead.
+/// make the keys and values of each head of such a row. Here they act on the query and on the result instead, but for
+/// sequences that begin in a step, if kv_up or kv_floats is given.
 struct LatentPlan {
   Products q_up;               ///< q of the normed row of the query; none: q is a result of AttentionPlan::qkv
   const void* k_up = nullptr;  ///< [heads, rank, nope] of type; null: attention is not latent
   const void* v_up = nullptr;  ///< [heads, value_size, rank] of type
   DType type = DType::kFloat32;
-  int64_t rank = 0;  ///< channels of a latent row in front of those that are turned
-  int64_t nope = 0;  ///< channels of a head of q in front of those that are turned
+  Products kv_up;         ///< [rank] to [heads, nope + value_size]; none: kv_floats, or neither
+  FloatMatrix kv_floats;  ///< [heads * (nope + value_size), rank]
+  int64_t rank = 0;       ///< channels of a latent row in front of those that are turned
+  int64_t nope = 0;       ///< channels of a head of q in front of those that are turned
   int64_t value_size = 0;
   explicit operator bool() const { return k_up != nullptr; }
+  bool has_heads() const { return kv_up || kv_floats; }
+  int64_t kv_stride() const { return nope + value_size; }  ///< between heads
 };
 
 struct AttentionPlan {
@@ -64,16 +77,10 @@ struct AttentionPlan {
   /// Channels of a head that may be turned.
   int64_t turned_size() const { return latent ? head_size - latent.rank : head_size; }
   int64_t value_size() const { return latent ? latent.rank : head_size; }  ///< of a head in the cache
+  /// Latent: of keys and values of each head.
+  CacheShape heads_shape() const { return {CacheKind::kBFloat16, q_stride(), latent.value_size}; }
   /// Values of attention that out takes.
   int64_t out_size() const { return heads * (latent ? latent.value_size : head_size); }
-};
-
-/// Rows of floats that activations are multiplied with, each by itself: routers and gates.
-struct FloatMatrix {
-  const void* rows = nullptr;  ///< [n, k] of type; null: none
-  DType type = DType::kFloat32;
-  int64_t n = 0;
-  explicit operator bool() const { return rows != nullptr; }
 };
 
 /// Linear attention: a layer whose past is a state of a fixed size (core/linear_attention).

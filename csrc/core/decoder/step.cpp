@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/decoder/latent.h"
 #include "core/decoder/rows.h"
 #include "core/moe/fused_moe.h"
 #include "core/split.h"
@@ -12,13 +13,17 @@ namespace {
 
 // Memory of a step, for the widest layer.
 struct Buffers {
-  Buffers(Slicer& slicer, const DecoderPlan& plan, int64_t m, int64_t rows) {
+  Buffers(Slicer& slicer, const DecoderPlan& plan, int64_t m, int64_t rows, const std::vector<SequenceRun>& runs) {
     int64_t qkv_size = 0;
     int64_t attended_size = 0;
     int64_t latent_size = 0;  // of queries that are multiplied with k_up
     int64_t q_size = 0;       // of latent attention with q_up
     int64_t q_rank = 0;
     int64_t value_size = 0;
+    int64_t low_size = 0;  // of sequences that begin with keys and values of each head
+    int64_t kv_size = 0;
+    int64_t keys_size = 0;
+    int64_t block_size = 0;
     int64_t gate_up_size = 0;
     int64_t h_size = 0;
     int64_t expert_count = 0;
@@ -43,6 +48,12 @@ struct Buffers {
           q_size = std::max(q_size, attention.q_size());
           q_rank = std::max(q_rank, attention.latent.q_up.k());
         }
+        if (attention.latent.has_heads()) {
+          low_size = std::max(low_size, attention.latent.rank);
+          kv_size = std::max(kv_size, attention.heads * attention.latent.kv_stride());
+          keys_size = std::max(keys_size, attention.q_size());
+          block_size = std::max(block_size, attention.heads * attention.heads_shape().block_bytes());
+        }
       }
       if (layer.mlp.down) {
         gate_up_size = std::max(gate_up_size, layer.mlp.gate_up.n());
@@ -63,6 +74,17 @@ struct Buffers {
     q = slicer.take<float>(m * q_size);
     latent = slicer.take<float>(m * latent_size);
     values = slicer.take<float>(m * value_size);
+    int64_t begun = 0;  // tokens of a run
+    int64_t blocks = 0;
+    for (const SequenceRun& run : runs) {
+      if (!run.begins) continue;
+      begun = std::max(begun, run.rows());
+      blocks = std::max(blocks, run.blocks());
+    }
+    low = slicer.take<float>(begun * low_size);
+    kv = slicer.take<float>(begun * kv_size);
+    keys = slicer.take<float>(begun * keys_size);
+    pages = slicer.take<uint8_t>(blocks * block_size);
     y = slicer.take<float>(m * plan.hidden);
     shared = slicer.take<float>(shares ? m * plan.hidden : 0);
     gate_up = slicer.take<float>(m * gate_up_size);
@@ -82,6 +104,10 @@ struct Buffers {
   float* q;
   float* latent;
   float* values;
+  float* low;
+  float* kv;
+  float* keys;
+  uint8_t* pages;
   float* y;
   float* shared;
   float* gate_up;
@@ -96,8 +122,15 @@ struct Buffers {
 class Step {
  public:
   Step(const Kernel& kernel, Team& team, Workspace& workspace, const DecoderPlan& plan, const StepArgs& args,
-       const Buffers& buffers)
-      : kernel_(kernel), team_(team), workspace_(workspace), plan_(plan), args_(args), b_(buffers), m_(args.tokens) {}
+       const Buffers& buffers, const std::vector<SequenceRun>& runs)
+      : kernel_(kernel),
+        team_(team),
+        workspace_(workspace),
+        plan_(plan),
+        args_(args),
+        b_(buffers),
+        runs_(runs),
+        m_(args.tokens) {}
 
   void run() {
     const PagedCache* cache = args_.caches;
@@ -181,7 +214,7 @@ class Step {
     });
     const NewTokens tokens = {k.data, v.data, k.stride, plan.head_size, v.stride, plan.head_size, DType::kFloat32};
     write_cache(kernel_, team_, cache, tokens, plan.drops_pages ? plan.window : 0);
-    look_up(plan, cache, q, plan.q_stride());
+    look_up(plan, cache, q, plan.q_stride(), b_.attended);
     if (plan.gated) gate_heads(plan, q);
     project(plan, b_.attended);
   }
@@ -235,11 +268,11 @@ class Step {
     run_phases(team_, team_.threads(), phases);
   }
 
-  // Softmax of the queries over the cache, times values: b_.attended.
-  void look_up(const AttentionPlan& plan, const PagedCache& cache, FloatRows q, int64_t head_stride) {
+  // Softmax of the queries over the cache, times values: out.
+  void look_up(const AttentionPlan& plan, const PagedCache& cache, FloatRows q, int64_t head_stride, float* out) {
     const Queries queries = {q.data,     q.stride,      head_stride, plan.heads, DType::kFloat32,
                              plan.scale, plan.soft_cap, plan.window, true,       plan.sinks};
-    attend(kernel_, team_, workspace_, cache, queries, b_.attended);
+    attend(kernel_, team_, workspace_, cache, queries, out);
   }
 
   // The output projection of attention: y.
@@ -266,21 +299,66 @@ class Step {
     }
     const NewTokens tokens = {k.data, k.data, k.stride, plan.head_size, k.stride, plan.head_size, DType::kFloat32};
     write_cache(kernel_, team_, cache, tokens, 0);
-    const FloatRows queries = {b_.latent, plan.heads * plan.head_size};
-    const int64_t turned = plan.turned_size();
     for_rows(m_, [&](int64_t r) {
+      for (int64_t h = 0; h < plan.heads; ++h) turn(plan, r, q.row(r) + h * plan.q_stride() + latent.nope);
+    });
+    for (const SequenceRun& run : runs_) {
+      const FloatRows of_run = {q.row(run.row), q.stride};
+      float* const values = b_.values + run.row * plan.out_size();
+      if (run.begins && latent.has_heads()) {
+        attend_by_heads(plan, run, of_run, {k.row(run.row), k.stride}, values);
+      } else {
+        attend_latents(plan, run, run.part_of(cache), of_run, values);
+      }
+    }
+    project(plan, b_.values);
+  }
+
+  // Attention of a run over the cache of latent rows: values [tokens, heads, value_size].
+  void attend_latents(const AttentionPlan& plan, const SequenceRun& run, const PagedCache& cache, FloatRows q,
+                      float* values) {
+    const LatentPlan& latent = plan.latent;
+    const int64_t rows = run.rows();
+    const FloatRows queries = {b_.latent, plan.heads * plan.head_size};
+    for_rows(rows, [&](int64_t r) {
       for (int64_t h = 0; h < plan.heads; ++h) {
-        float* to = queries.row(r) + h * plan.head_size + latent.rank;
-        std::copy_n(q.row(r) + h * (latent.nope + turned) + latent.nope, turned, to);
-        turn(plan, r, to);
+        std::copy_n(q.row(r) + h * plan.q_stride() + latent.nope, plan.turned_size(),
+                    queries.row(r) + h * plan.head_size + latent.rank);
       }
     });
-    multiply_heads(plan.heads, {q, latent.nope + turned, latent.nope}, latent.k_up, latent.type,
+    multiply_heads(rows, plan.heads, {q, plan.q_stride(), latent.nope}, latent.k_up, latent.type,
                    {queries, plan.head_size, latent.rank});
-    look_up(plan, cache, queries, plan.head_size);
-    multiply_heads(plan.heads, {{b_.attended, plan.heads * latent.rank}, latent.rank, latent.rank}, latent.v_up,
-                   latent.type, {{b_.values, plan.out_size()}, latent.value_size, latent.value_size});
-    project(plan, b_.values);
+    look_up(plan, cache, queries, plan.head_size, b_.attended);
+    multiply_heads(rows, plan.heads, {{b_.attended, plan.heads * latent.rank}, latent.rank, latent.rank}, latent.v_up,
+                   latent.type, {{values, plan.out_size()}, latent.value_size, latent.value_size});
+  }
+
+  // The same of a run whose sequences begin here, over keys and values of each head.
+  void attend_by_heads(const AttentionPlan& plan, const SequenceRun& run, FloatRows q, FloatRows latents,
+                       float* values) {
+    const LatentPlan& latent = plan.latent;
+    const int64_t rows = run.rows();
+    const int64_t n = plan.heads * latent.kv_stride();
+    if (latent.kv_up) {
+      for_rows(rows, [&](int64_t r) { std::copy_n(latents.row(r), latent.rank, b_.low + r * latent.rank); });
+      latent.kv_up.multiply(kernel_, team_, workspace_, b_.low, rows, b_.kv);
+    } else {
+      const FloatMatrix& up = latent.kv_floats;
+      multiply_rows({latents.data, latents.stride, rows, up.rows, up.type, n, latent.rank, b_.kv, n}, 1, 0, 0);
+    }
+    const int64_t size = plan.q_stride();
+    for_rows(rows, [&](int64_t r) {
+      for (int64_t h = 0; h < plan.heads; ++h) {
+        float* const key = b_.keys + (r * plan.heads + h) * size;
+        std::copy_n(b_.kv + r * n + h * latent.kv_stride(), latent.nope, key);
+        std::copy_n(latents.row(r) + latent.rank, plan.turned_size(), key + latent.nope);
+      }
+    });
+    const OwnCache own(run, plan.heads_shape(), plan.heads, b_.pages);
+    const NewTokens tokens = {b_.keys, b_.kv + latent.nope, plan.heads * size, size,
+                              n,       latent.kv_stride(),  DType::kFloat32};
+    write_cache(kernel_, team_, own.cache(), tokens, 0);
+    look_up(plan, own.cache(), q, size, values);
   }
 
   // Rows of heads, `stride` elements apart, of which each has `size`.
@@ -291,9 +369,10 @@ class Step {
   };
 
   // out[r, h, i] = x[r, h] * weight[h, i], a product of floats; weight [heads, out.size, x.size] of type.
-  void multiply_heads(int64_t heads, const HeadRows& x, const void* weight, DType type, const HeadRows& out) {
-    const DotTile tile = {x.rows.data,   x.rows.stride,  m_, weight, type, out.size, x.size,
-                          out.rows.data, out.rows.stride};
+  void multiply_heads(int64_t rows, int64_t heads, const HeadRows& x, const void* weight, DType type,
+                      const HeadRows& out) {
+    const DotTile tile = {x.rows.data, x.rows.stride, rows,          weight,         type,
+                          out.size,    x.size,        out.rows.data, out.rows.stride};
     multiply_rows(tile, heads, x.stride, out.stride);
   }
 
@@ -418,8 +497,25 @@ class Step {
   const DecoderPlan& plan_;
   const StepArgs& args_;
   const Buffers& b_;
+  const std::vector<SequenceRun>& runs_;  // for latent attention
   const int64_t m_;
 };
+
+// The sequences, if a layer has latent attention. All its layers have the same.
+std::vector<SequenceRun> latent_runs(const DecoderPlan& plan, const StepArgs& args) {
+  const PagedCache* cache = nullptr;
+  bool apart = false;
+  int64_t caches = 0;
+  for (const LayerPlan& layer : plan.layers) {
+    if (!layer.attends()) continue;
+    if (layer.attention.latent) {
+      cache = args.caches + caches;
+      apart = apart || layer.attention.latent.has_heads();
+    }
+    ++caches;
+  }
+  return cache == nullptr ? std::vector<SequenceRun>() : runs_of(*cache, apart);
+}
 
 }  // namespace
 
@@ -427,9 +523,10 @@ void run_step(const Kernel& kernel, Team& team, Workspace& workspace, const Deco
   if (args.tokens == 0) return;
   const DefaultFloatEnvironment environment;
   thread_local Workspace step_memory;  // `workspace` is for the functions that the step calls
+  const std::vector<SequenceRun> runs = latent_runs(plan, args);
   const Buffers buffers =
-      sliced(step_memory, [&](Slicer& slicer) { return Buffers(slicer, plan, args.tokens, args.row_count); });
-  Step(kernel, team, workspace, plan, args, buffers).run();
+      sliced(step_memory, [&](Slicer& slicer) { return Buffers(slicer, plan, args.tokens, args.row_count, runs); });
+  Step(kernel, team, workspace, plan, args, buffers, runs).run();
 }
 
 void cut_plan(DecoderPlan& plan, int workers) {
@@ -441,6 +538,9 @@ void cut_plan(DecoderPlan& plan, int workers) {
     }
   }
   if (plan.head) order.push_back(&plan.head);
+  for (LayerPlan& layer : plan.layers) {
+    if (layer.attention.latent.kv_up) layer.attention.latent.kv_up.cut(workers, nullptr);
+  }
   for (std::size_t i = 0; i < order.size(); ++i) {
     order[i]->cut(workers, i + 1 < order.size() ? order[i + 1] : nullptr);
   }

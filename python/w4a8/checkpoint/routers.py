@@ -25,12 +25,10 @@ from w4a8.checkpoint.gguf_keys import Keys
 from w4a8.core.json_fields import CheckpointError, json_field, shorten
 from w4a8.core.routing import Router
 
-# By model_type; Kimi K2 has DeepSeek-V3's classes.
-_MODELS = {
-    model_type: each
-    for model_type, each in {**BY_MODEL_TYPE, "kimi_k2": BY_MODEL_TYPE["deepseek_v3"]}.items()
-    if each.routing is not None
-}
+# Which route as DeepSeek-V3 does.
+_LIKE_DEEPSEEK = dict.fromkeys(("glm4_moe_lite", "kimi_k2"), BY_MODEL_TYPE["deepseek_v3"])
+# By model_type.
+_MODELS = {name: each for name, each in (BY_MODEL_TYPE | _LIKE_DEEPSEEK).items() if each.routing is not None}
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 

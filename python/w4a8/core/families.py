@@ -56,7 +56,7 @@ class Family:
         names: names of modules that differ from Llama's, by these. Of MLPs, vLLM joins gate and up.
         activation: of MLPs, by its name in transformers, where the config does not say; "": the config does.
         beside: attribute of a layer with an MLP beside ``mlp_at``, whose outputs are added, or in its place; "": none.
-        is_latent: attention is latent (MLA), which runs in one call in vLLM alone.
+        is_latent: attention is latent (MLA).
     """
 
     vllm: str = ""
@@ -219,13 +219,16 @@ FAMILIES = {
         experts="MoE",
         attention="MLAAttention",
         refuses=("llama_4_scaling",),
+        shared=("shared_experts", ""),
         is_latent=True,
     ),
+    "deepseek_v3": Family(shared=("shared_experts", ""), is_latent=True),
     "glm4_moe_lite": Family(
         "glm4_moe_lite.Glm4MoeLite",
         ("MLP", "glm4_moe.Glm4MoeMLP"),
         "glm4_moe_lite.Glm4MoeLite",
         attention="MLAAttention",
+        shared=("shared_experts", ""),
         is_latent=True,
     ),
 }

@@ -19,7 +19,8 @@ def angles(rotary: Any, positions: int, layer_type: str | None) -> torch.Tensor:
         layer_type: an embedding may have angles for each type of layers; None: for all.
     """
     more = {} if layer_type is None else {"layer_type": layer_type}
-    cos, sin = rotary(torch.zeros(1, dtype=torch.float32), torch.arange(positions)[None], **more)
+    found = rotary(torch.zeros(1, dtype=torch.float32), torch.arange(positions)[None], **more)
+    cos, sin = (found.real, found.imag) if isinstance(found, torch.Tensor) else found  # DeepSeek V2: complex numbers
     # Most models write each angle twice, for both halves of a head.
     half = getattr(rotary, "inv_freq" if layer_type is None else f"{layer_type}_inv_freq").numel()
     return torch.cat([cos[0, :, :half], sin[0, :, :half]], -1).contiguous()

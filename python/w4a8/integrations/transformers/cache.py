@@ -277,8 +277,32 @@ class PackedLayer(CacheLayerMixin):
             self.stock.batch_select_indices(indices)
 
 
+class LatentLayer(PackedLayer):
+    """The cache of one layer with latent attention (MLA), for layers that run in one call; else one of DynamicCache."""
+
+    def __init__(self, pages: Pages) -> None:
+        super().__init__(pages, "latent")
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple:
+        """Takes latent rows [B, 1, q, rank] and turned channels [B, 1, q, rope] of a model's own layers.
+
+        Raises:
+            RuntimeError: the cache has rows of a step in one call.
+        """
+        if self.columns:
+            raise RuntimeError(
+                "the cache has latent rows of layers in one call, which the model's own layers cannot read. Call "
+                "reset() and begin again"
+            )
+        if self.stock is None:
+            self.stock, self.is_initialized = DynamicLayer(), True
+        return self.stock.update(key_states, value_states)
+
+
 class W4A8Cache(Cache):
     """Keys and values of full and sliding attention, packed; other layers are as in ``DynamicCache``.
+
+    Of latent attention, the latent rows that layers in one call write (:func:`fuse`), in bfloat16.
 
     Only attention ``w4a8`` can read the cache: ``model.set_attn_implementation("w4a8")``. Each row of the batch is a
     sequence of its own length. Padding is never kept, and a sliding window counts tokens. Layers with a sliding window
@@ -296,20 +320,20 @@ class W4A8Cache(Cache):
         if kind not in KINDS:
             raise ValueError(f"kind is {kind!r}, expected 'int8' or 'bfloat16'")
         self.kind, self.pages = kind, Pages()
-        layers = DynamicCache(config=config).layers
-        stock = _left_alone(config.get_text_config(decoder=True), len(layers))
+        layers, text = DynamicCache(config=config).layers, config.get_text_config(decoder=True)
+        stock, is_latent = _left_alone(text, len(layers)), getattr(text, "kv_lora_rank", None) is not None
         for i, layer in enumerate(layers):
             if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and not stock[i]:
-                layers[i] = PackedLayer(self.pages, kind)
+                layers[i] = LatentLayer(self.pages) if is_latent else PackedLayer(self.pages, kind)
         super().__init__(layers=layers)
 
     def begin_step(
-        self, heads: Iterable[tuple[int, int]], batch: int, fresh: int, padding: torch.Tensor | None
+        self, heads: Iterable[tuple[int, int, int]], batch: int, fresh: int, padding: torch.Tensor | None
     ) -> tuple[Step, list[torch.Tensor]]:
         """Makes room for new columns of all packed layers; end_step follows the writing.
 
         Args:
-            heads: size of a head and number of key heads, by packed layer.
+            heads: number of key heads, and sizes of their keys and values, by packed layer.
             batch, fresh: new columns are [batch, fresh].
             padding: bool [batch, columns before + fresh], False for padding; None: all are tokens.
 
@@ -318,9 +342,9 @@ class W4A8Cache(Cache):
         """
         layers = self.pages.layers
         step = self.pages.forward(layers[0].columns, batch, fresh, padding)
-        for layer, (size, count) in zip(layers, heads):
+        for layer, sizes in zip(layers, heads):
             if layer.cache is None:
-                layer.make_cache(count, size, size)
+                layer.make_cache(*sizes)
             layer.reserve()
         return step, [layer.cache for layer in layers]
 
@@ -371,8 +395,6 @@ def token_rows(states: torch.Tensor, step: Step) -> torch.Tensor:
 
 def _left_alone(config: Any, layers: int) -> list[bool]:
     """Which layers the operator cannot run: chunked attention, and layers with other states than keys and values."""
-    if getattr(config, "kv_lora_rank", None) is not None:
-        return [True] * layers
     types = getattr(config, "layer_types", None)
     if types is not None:
         return [kind == "chunked_attention" for kind in types]

@@ -11,6 +11,7 @@ import torch
 
 from w4a8.checkpoint.routers import router_in_config
 from w4a8.core.families import FAMILIES
+from w4a8.core.matrix import matrix_of
 from w4a8.decoder import Decoder
 from w4a8.integrations.rotary import FIXED, angles
 from w4a8.integrations.transformers.linear_attention import operator_of
@@ -18,7 +19,7 @@ from w4a8.nn.experts import W4A8Experts
 from w4a8.nn.hooks import computes_more
 from w4a8.nn.packed import PackedLinear
 from w4a8.nn.watch import Watch
-from w4a8.ops import Activation
+from w4a8.ops import HEAD_SIZES, Activation
 
 _CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 _ACTIVATIONS = {
@@ -73,7 +74,6 @@ class Stack:
         config = model.config.get_text_config(decoder=True)
         _require(config.model_type in FAMILIES, f"models of type {config.model_type} are not known")
         self.family, self.config, self.kind = FAMILIES[config.model_type], config, kind
-        _require(not self.family.is_latent, "latent attention")
         for name in self.family.refuses:
             _require(not getattr(config, name, None), f"config.{name} is set")
         inner, head = self._part(model, "model"), self._part(model, "lm_head")
@@ -86,7 +86,7 @@ class Stack:
         self.rotary = getattr(inner, self.family.name("rotary_emb"), None)  # some models have none
         layers = list(self._part(inner, "layers"))[: config.num_hidden_layers]
         norm = self._part(inner, self.family.name("norm"))
-        self.eps = float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0)))
+        self.eps = self._eps(norm)
         # Factors of Granite.
         self.embedding_factor = float(getattr(config, "embedding_multiplier", 1.0))
         self.logits_divisor = float(getattr(config, "logits_scaling", 1.0))
@@ -112,7 +112,7 @@ class Stack:
         for layer, layer_type in zip(layers, types):
             self._add(layer, layer_type, self.rope_types.index(layer_type) if by_type else 0)
         attentions = [each for each in map(self._attention_of, layers) if each is not None]
-        self.heads = [(each.head_dim, self._kv_heads(each)) for each in attentions]
+        self.heads = [self._heads(each) for each in attentions]
         self.linear = [operator for operator in map(operator_of, layers) if operator is not None]
         self.ropes: list[torch.Tensor] = []
         self.positions = 0
@@ -127,11 +127,21 @@ class Stack:
         _require(isinstance(module, PackedLinear), f"{type(parent).__name__}.{name} is not packed")
         return module.packed
 
+    @staticmethod
+    def _eps(norm: Any) -> float:
+        return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0)))
+
     def _norm(self, module: Any) -> torch.Tensor:
-        eps = float(getattr(module, "variance_epsilon", getattr(module, "eps", 0.0)))
+        eps = self._eps(module)
         _require(eps == self.eps, f"norms have different eps, {eps} and {self.eps}")
         weight = module.weight.detach().float()
         return 1 + weight if self.family.one_more else weight
+
+    def _heads(self, attention: Any) -> tuple[int, int, int]:
+        """Number of key heads, and sizes of their keys and values, in the cache."""
+        if self.family.is_latent:
+            return 1, attention.kv_lora_rank + attention.qk_rope_head_dim, attention.kv_lora_rank
+        return self._kv_heads(attention), attention.head_dim, attention.head_dim
 
     def _kv_heads(self, attention: Any) -> int:
         projection = getattr(attention, "k_proj", None)
@@ -164,7 +174,8 @@ class Stack:
             mlp = beside if mlp is None else mlp
         fields: dict[str, Any] = {name: self._norm(self._part(layer, at)) for name, at in norms}
         if attention is not None:
-            fields |= self._attention(attention, layer_type, rope)
+            is_latent = family.is_latent
+            fields |= self._latent(attention) if is_latent else self._attention(attention, layer_type, rope)
         experts = hasattr(mlp, "experts")
         shared, gate = family.shared
         dense = (self._part(mlp, shared) if shared else beside) if experts else mlp
@@ -215,6 +226,37 @@ class Stack:
                 fields[name] = self._norm(self._part(attention, family.name(name)))
         if getattr(attention, "sinks", None) is not None:
             fields["sinks"] = attention.sinks.detach()
+        return fields
+
+    def _latent(self, attention: Any) -> dict[str, Any]:
+        """The fields of ``Decoder.add_layer`` for latent attention (MLA)."""
+        nope, values = attention.qk_nope_head_dim, attention.v_head_dim
+        up, k_norm = self._part(attention, "kv_b_proj"), self._part(attention, "kv_a_layernorm")
+        is_packed = isinstance(up, PackedLinear)
+        floats = matrix_of(up.packed, "kv_b_proj").floats() if is_packed else up.weight.detach()
+        heads = floats.to(k_norm.weight.dtype).view(attention.num_heads, nope + values, -1)
+        first = "q_proj" if attention.q_lora_rank is None else "q_a_proj"
+        fields: dict[str, Any] = {
+            "qkv": self._joined(attention, "", (first, "kv_a_proj_with_mqa")),
+            "out": self._packed(attention, "o_proj"),
+            "heads": attention.num_heads,
+            "kv_heads": 1,
+            "head_size": attention.kv_lora_rank + attention.qk_rope_head_dim,
+            "scale": float(attention.scaling),
+            "kind": "latent",
+            "rope": 0,
+            "interleaved": getattr(attention.config, "rope_interleave", True),
+            "k_norm": k_norm.weight.detach().float(),
+            "qk_norm_eps": self._eps(k_norm),
+            "k_up": heads[:, :nope].transpose(1, 2).contiguous(),
+            "v_up": heads[:, nope:].contiguous(),
+        }
+        if all(size in HEAD_SIZES for size in (attention.qk_head_dim, values)):
+            fields["kv_up"] = up.packed if is_packed else floats
+        if attention.q_lora_rank is not None:
+            q_norm = self._part(attention, "q_a_layernorm")
+            _require(self._eps(q_norm) == self._eps(k_norm), "norms of queries and keys have different eps")
+            fields |= {"q_up": self._packed(attention, "q_b_proj"), "q_norm": q_norm.weight.detach().float()}
         return fields
 
     def _add_experts(self, mlp: Any, gate: str) -> None:

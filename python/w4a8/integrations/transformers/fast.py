@@ -58,13 +58,7 @@ def fast_attention(model: Any, kind: str = "int8") -> Callable[[], None]:
     """
     if NAME not in AttentionInterface():
         raise ValueError(f"this transformers is not as attention expects it: {'; '.join(attention_problems())}")
-    if not (isinstance(model, PreTrainedModel) and hasattr(model, _HOOK)):
-        raise ValueError(f"model is a {type(model).__name__}, expected one of transformers with generate")
-    if model.config.is_encoder_decoder:
-        raise ValueError("model has an encoder and a decoder, expected a decoder alone")
-    if model.device.type != "cpu":
-        raise ValueError(f"model is on {model.device}, expected a CPU")
-    text = model.config.get_text_config(decoder=True)
+    text = _text_of(model)
     earlier = vars(model).get(_HOOK)
     before = text._attn_implementation if earlier is None else earlier.before
     _set(model, text, NAME)
@@ -73,6 +67,32 @@ def fast_attention(model: Any, kind: str = "int8") -> Callable[[], None]:
     except ValueError:
         _set(model, text, before if earlier is None else NAME)
         raise
+    return _make_caches(model, text, kind, before)
+
+
+def latent_cache(model: Any, kind: str = "int8") -> Callable[[], None]:
+    """Lets ``model.generate`` make a W4A8Cache for latent attention, which only layers in one call write to.
+
+    Args, returns, and raises as :func:`fast_attention`.
+    """
+    text = _text_of(model)
+    W4A8Cache(model.config, kind)
+    return _make_caches(model, text, kind, text._attn_implementation)
+
+
+def _text_of(model: Any) -> Any:
+    """The config of the decoder, whose ``generate`` can be given a cache."""
+    if not (isinstance(model, PreTrainedModel) and hasattr(model, _HOOK)):
+        raise ValueError(f"model is a {type(model).__name__}, expected one of transformers with generate")
+    if model.config.is_encoder_decoder:
+        raise ValueError("model has an encoder and a decoder, expected a decoder alone")
+    if model.device.type != "cpu":
+        raise ValueError(f"model is on {model.device}, expected a CPU")
+    return model.config.get_text_config(decoder=True)
+
+
+def _make_caches(model: Any, text: Any, kind: str, before: str) -> Callable[[], None]:
+    """Replaces what makes the cache of ``generate``; returns what undoes that, with the attention from before."""
     setattr(model, _HOOK, _MakesCache(model, kind, before))
 
     def undo() -> None:

@@ -16,7 +16,7 @@ from w4a8.core.memory import move_together
 from w4a8.decoder import StepThreads
 from w4a8.integrations.transformers.cache import PackedLayer, W4A8Cache
 from w4a8.integrations.transformers.families import NotFusedError, Stack
-from w4a8.integrations.transformers.fast import fast_attention
+from w4a8.integrations.transformers.fast import fast_attention, latent_cache
 from w4a8.integrations.transformers.guard import Guard
 from w4a8.integrations.transformers.linear_attention import step_states
 from w4a8.nn.packed import PackedLinear
@@ -111,7 +111,8 @@ class _Forward(Guard):
         if not isinstance(cache, W4A8Cache) or cache.kind != self.kind:
             return f"past_key_values is no W4A8Cache of kind {self.kind}"
         for layer in cache.layers:
-            keeps_floats = isinstance(layer, CacheLayerMixin) and not isinstance(layer, PackedLayer)
+            is_packed = isinstance(layer, PackedLayer) and layer.stock is None
+            keeps_floats = isinstance(layer, CacheLayerMixin) and not is_packed
             if keeps_floats or getattr(layer, "record_past", False):
                 return "the cache has layers that are not packed, or whose past states are recorded"
         if position_ids is not None and not _is_text(position_ids):
@@ -210,7 +211,8 @@ def fuse(model: Any, kind: str = "int8") -> Callable[[], None]:
     Raises:
         ValueError: a part of the model is not known, or has a hook; or as fast_attention.
     """
-    undo_attention = fast_attention(model, kind)
+    is_latent = getattr(model.config.get_text_config(decoder=True), "kv_lora_rank", None) is not None
+    undo_attention = (latent_cache if is_latent else fast_attention)(model, kind)
     move_together(part.packed for part in model.modules() if isinstance(part, PackedLinear))
     try:
         forward = _Forward(model, kind, Stack(model, kind))

@@ -15,12 +15,14 @@ from vllm.model_executor.layers.rotary_embedding.deepseek_scaling_rope import De
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope import Phi3LongRoPEScaledRotaryEmbedding
 
+from w4a8 import ops
 from w4a8.core.activation import MoEActivation, as_activation, kernel_activation_kind
 from w4a8.core.families import FAMILIES, Family
 from w4a8.integrations.rotary import FIXED, angles
 from w4a8.integrations.vllm import attention, settings
 from w4a8.integrations.vllm.decoder_parts import Unfit, float_weight, only, packed, without_bias
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
+from w4a8.integrations.vllm.products import products_of
 from w4a8.integrations.vllm.state_layers import fields_of, state_layer_of
 
 # Of MRotaryEmbedding for text, whose positions are the same on all axes.
@@ -230,6 +232,9 @@ def latent_fields(module: Any, norms: Norms, ropes: Ropes) -> dict[str, Any]:
         fields["q_norm"] = norms.weight(parts.q_a_layernorm)
     for name, field in _LATENTS:
         fields[field] = getattr(inner, name).data.transpose(1, 2).contiguous()
+    if all(size in ops.HEAD_SIZES for size in (impl.qk_head_dim, impl.v_head_dim)):
+        kv_up = impl.kv_b_proj
+        fields["kv_up"] = only(kv_up) if products_of(kv_up) else float_weight(kv_up)[0]
     out, out_bias = packed(parts.o_proj)
     rotary = parts.rotary_emb
     return fields | {
@@ -247,16 +252,10 @@ def latent_fields(module: Any, norms: Norms, ropes: Ropes) -> dict[str, Any]:
     }
 
 
-def share_latents(module: Any, fields: dict[str, Any]) -> None:
-    """Prepares vLLM's forward, which runs prompts without torch.compile.
-
-    vLLM's matrices become views of the decoder's, so that a model has them once. vLLM 0.32's own operator turns
-    DeepSeek's queries wrongly where vLLM does not compile (docs/vllm.md).
-    """
-    inner, rotary = module.mla_attn.mla_attn, module.mla_attn.rotary_emb
+def share_latents(inner: Any, fields: dict[str, Any]) -> None:
+    """Makes vLLM's matrices of a latent attention views of the decoder's, so that a model has them once."""
     for name, field in _LATENTS:
         getattr(inner, name).data = fields[field].transpose(1, 2)
-    rotary._forward_method = rotary.forward_native
 
 
 def mlp_fields(module: Any, family: Family) -> dict[str, Any]:

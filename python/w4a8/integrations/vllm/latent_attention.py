@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import wraps
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from vllm.config.cache import CacheDType
@@ -50,6 +50,23 @@ def attend_once(
     pages = (table.clamp(max=len(cache) - 1).int(), lengths.int(), starts.int())
     ops.paged_attention_write(key, value, cache, *pages, kind="bfloat16")
     return ops.paged_attention(query, cache, *pages, scale, kind="bfloat16", value_size=value_size)
+
+
+class Tables(NamedTuple):
+    """Pages and lengths of the sequences of a step."""
+
+    block_table: torch.Tensor  # int32 [sequences, pages]
+    seq_lens: torch.Tensor  # int32 [sequences]
+
+
+def latent_tables(step: Any) -> Tables:
+    """Those of vLLM's metadata, which has sequences with new prompts behind the others."""
+    decode, prefill = step.decode, step.prefill
+    parts = [] if decode is None else [(decode.block_table, decode.seq_lens)]
+    if prefill is not None:
+        lengths, context = prefill.query_start_loc.diff(), prefill.chunked_context
+        parts.append((prefill.block_table, lengths if context is None else lengths + context.context_lens))
+    return Tables(*parts[0]) if len(parts) == 1 else Tables(*(torch.cat(each) for each in zip(*parts)))
 
 
 class LatentImpl(CPUMLAImpl):

@@ -24,6 +24,7 @@ from w4a8.integrations.vllm.decoder_layers import (
     vllm_attention,
 )
 from w4a8.integrations.vllm.decoder_parts import Unfit, packed_head
+from w4a8.integrations.vllm.latent_attention import latent_tables
 from w4a8.integrations.vllm.loaded import after_loading, before_loading_again
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.state_layers import state_layer_of, step_states
@@ -123,8 +124,6 @@ class OneCall:
         for name in self.family.refuses:
             if getattr(config, name, None):
                 raise Unfit(f"config.{name} is set")
-        if self.family.is_latent and vllm_config.speculative_config is not None:
-            raise Unfit("guessed tokens of latent attention")
         if self.family.is_latent and model_config.dtype == torch.float16:
             raise Unfit("latent attention in float16, where vLLM scales rows between layers")
         if not hasattr(self.inner, "do_not_compile"):
@@ -171,8 +170,8 @@ class OneCall:
             if experts:
                 decoder.add_experts(**experts)
         if self.family.is_latent:
-            for layer, made in zip(self.layers, fields):
-                share_latents(getattr(layer, self.family.attention_at), made.layer)
+            for each, made in zip(self.attentions, fields):
+                share_latents(each, made.layer)
         self.decoder, self.ropes, self._is_stale = decoder, ropes.tables, False
 
     def take_over(self) -> None:
@@ -199,9 +198,7 @@ class OneCall:
         metadata = get_forward_context().attn_metadata
         if isinstance(metadata, list):
             (metadata,) = metadata
-        of_pictures = positions.dim() == 2 and not bool((positions == positions[0]).all())
-        if of_pictures or (self.family.is_latent and metadata and metadata[self.names[0]].num_prefills > 0):
-            # Latent prompts need keys and values of each head, which the operator does not make of latents.
+        if positions.dim() == 2 and not bool((positions == positions[0]).all()):  # of pictures
             self._threads.restore()
             return self._stock(input_ids, positions, intermediate_tensors, inputs_embeds)
         hidden = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
@@ -211,10 +208,10 @@ class OneCall:
         if self._is_stale:
             self.read()
         steps = [metadata[name] for name in self.names]
-        first, tokens = steps[0], steps[0].num_actual_tokens
-        starts = first.query_start_loc
+        tokens, starts = steps[0].num_actual_tokens, steps[0].query_start_loc
         if self.family.is_latent:
-            starts, steps = starts[: first.num_decodes + 1], [step.decode for step in steps]
+            known = {id(step): latent_tables(step) for step in steps}
+            steps = [known[id(step)] for step in steps]
         pages = [step.block_table for step in steps]
         if all(table is pages[0] for table in pages):
             pages = pages[:1]
