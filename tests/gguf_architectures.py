@@ -41,6 +41,8 @@ LINEAR = {"linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value
           "layer_types": ["linear_attention"] * 3 + ["full_attention"]}  # fmt: skip
 WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
 FEW = {"num_attention_heads": 2, "num_key_value_heads": 1}  # so that heads of 32 fill the hidden size
+# vLLM takes RMS norms if there is an epsilon of such.
+COHERE = {**FEW, "logit_scale": 0.0625, "layer_norm_eps": 2.0**-18, "rms_norm_eps": None, "tie_word_embeddings": True}
 GRANITE = {**ROPE, **FEW, "embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22,
            "attention_multiplier": 0.1}  # fmt: skip
 LONG = {"rope_type": "longrope", "rope_theta": 5000.0, "original_max_position_embeddings": 128,
@@ -119,10 +121,8 @@ MODELS = {
         **ROPE, **QWEN, **WINDOWS, "num_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
         "routed_scaling_factor": 2.5, "mlp_layer_types": ["dense"] + ["sparse"] * 3,
     }),
-    "command-r": ("Cohere", {**ROPE, **FEW, "logit_scale": 0.0625, "layer_norm_eps": 2.0**-18,
-                             "tie_word_embeddings": True}),
-    "cohere2": ("Cohere2", {**ROPE, **WINDOWS, **FEW, "logit_scale": 0.0625, "layer_norm_eps": 2.0**-18,
-                            "tie_word_embeddings": True}),
+    "command-r": ("Cohere", {**ROPE, **COHERE}),
+    "cohere2": ("Cohere2", {**ROPE, **COHERE, **WINDOWS}),
 }  # fmt: skip
 # Besides, as safetensors of int4; gguf_models.py has their GGUF files.
 INT4 = MODELS | {
@@ -136,6 +136,7 @@ INT4 = MODELS | {
         **GRANITE, "num_local_experts": 0, "shared_intermediate_size": INTER, "layer_types": ["attention"] * 4,
         "position_embedding_type": "rope",
     }),
+    "command-r, norms of heads": ("Cohere", {**ROPE, **COHERE, "use_qk_norm": True}),
     "qwen2": ("Qwen2", {**ROPE, **FEW}),
     "qwen3": ("Qwen3", ROPE),
     "qwen2moe": ("Qwen2Moe", {**ROPE, **QWEN, **FEW, "shared_expert_intermediate_size": 64, "norm_topk_prob": False}),
@@ -151,7 +152,7 @@ INT4 = MODELS | {
 # Whose experts are one tensor in safetensors, too: int4 formats have none for that.
 STACKED = {"gemma4, experts", "llama4", "granitemoe", "granitemoe, shared", "granitehybrid"}
 # Architectures that vLLM does not run from int4; docs/formats.md says why.
-NOT_INT4_IN_VLLM = NOT_IN_VLLM.keys() | {"command-r", "cohere2", "granitemoe", "granitehybrid", "phimoe"}
+NOT_INT4_IN_VLLM = NOT_IN_VLLM.keys() | {"granitemoe", "granitehybrid", "phimoe"}
 STEP = 2.0**-5  # of matrices: whole numbers from -8 to 7 times this, which blocks of any type hold
 WRITTEN = Path(__file__).with_suffix(".json")
 

@@ -103,6 +103,18 @@ void set_latent(Decoder& decoder, AttentionPlan& attention, Tensors qkv, const O
   if (kv_up.has_value()) set_heads_of_latents(decoder, attention, *kv_up);
 }
 
+// A norm of q or k: [size] for each head, [heads * size] of all heads at once, or [heads, size] for each its own.
+NormPlan norm_of_heads(Decoder& decoder, const AttentionPlan& attention, const char* name, const OptionalTensor& weight,
+                       int64_t heads, float eps) {
+  const int64_t size = attention.head_size;
+  if (attention.norms_apart && weight.has_value()) {
+    check_matrix(name, *weight, heads, size);
+  } else {
+    check_count(name, weight, attention.norms_whole_rows ? heads * size : size);
+  }
+  return {decoder.keep_floats(name, weight), eps, decoder.plan.norm.centered};
+}
+
 // Attention that is not latent.
 void set_heads(Decoder& decoder, AttentionPlan& attention, Tensors qkv, const OptionalTensor& qkv_bias,
                const OptionalTensor& q_norm, const OptionalTensor& k_norm, float eps) {
@@ -111,23 +123,23 @@ void set_heads(Decoder& decoder, AttentionPlan& attention, Tensors qkv, const Op
   attention.qkv = qkv_of(decoder, attention, qkv, decoder.plan.hidden);
   check_count("qkv_bias", qkv_bias, attention.qkv.n());
   attention.qkv_bias = decoder.keep_floats("qkv_bias", qkv_bias);
-  // A norm is of each head, or of all of them at once.
-  attention.norms_whole_rows = q_norm.has_value() && q_norm->numel() != size;
+  attention.norms_apart = q_norm.has_value() && q_norm->dim() == 2;
+  attention.norms_whole_rows = q_norm.has_value() && !attention.norms_apart && q_norm->numel() != size;
   W4A8_CHECK(!attention.norms_whole_rows || !attention.gated, "q_norm has shape ", shape_text(q_norm->sizes()),
              ", expected [", size, "] with gated");
-  const int64_t of_q = attention.norms_whole_rows ? attention.heads * size : size;
-  const int64_t of_k = attention.norms_whole_rows ? attention.kv_size() : size;
-  attention.q_norm = norm_of(decoder, "q_norm", q_norm, of_q, eps);
-  attention.k_norm = norm_of(decoder, "k_norm", k_norm, of_k, eps);
+  attention.q_norm = norm_of_heads(decoder, attention, "q_norm", q_norm, attention.heads, eps);
+  attention.k_norm = norm_of_heads(decoder, attention, "k_norm", k_norm, attention.kv_heads, eps);
 }
 
 }  // namespace
 
-Tensor decoder_create_cpu(const Tensor& norm, const OptionalTensor& head, int64_t hidden_size, double eps) {
+Tensor decoder_create_cpu(const Tensor& norm, const OptionalTensor& head, int64_t hidden_size, double eps,
+                          bool centered) {
   W4A8_CHECK(hidden_size >= 16 && hidden_size % 16 == 0 && hidden_size <= kMaxK, "hidden_size is ", hidden_size,
              ", expected a multiple of 16 in 16..", kMaxK);
   auto decoder = std::make_shared<Decoder>();
   decoder->plan.hidden = hidden_size;
+  decoder->plan.norm.centered = centered;
   decoder->plan.norm = norm_of(*decoder, "norm", norm, hidden_size, positive_number("eps", eps));
   if (head.has_value()) decoder->plan.head = products_of(*decoder, "head", std::vector<Tensor>{*head}, hidden_size, 0);
   const Tensor result = new_tensor({1}, ScalarType::Long, norm);
@@ -138,7 +150,7 @@ Tensor decoder_create_cpu(const Tensor& norm, const OptionalTensor& head, int64_
 void decoder_add_layer_cpu(const Tensor& decoder, Tensors gate_up, const OptionalTensor& down,
                            const OptionalTensor& input_norm, const OptionalTensor& attention_norm,
                            const OptionalTensor& mlp_input_norm, const OptionalTensor& mlp_norm,
-                           int64_t activation_kind, double residual) {
+                           int64_t activation_kind, double residual, bool parallel) {
   const DecoderUse found(decoder);
   DecoderPlan& plan = found->plan;
   const int64_t hidden = plan.hidden;
@@ -149,6 +161,8 @@ void decoder_add_layer_cpu(const Tensor& decoder, Tensors gate_up, const Optiona
   layer.before_mlp = norm_of(*found, "mlp_input_norm", mlp_input_norm, hidden, eps);
   layer.after_mlp = norm_of(*found, "mlp_norm", mlp_norm, hidden, eps);
   layer.residual = finite_number("residual", residual);
+  W4A8_CHECK(!parallel || !mlp_input_norm.has_value(), "mlp_input_norm is given, expected none with parallel");
+  layer.parallel = parallel;
   W4A8_CHECK((gate_up.size() != 0) == down.has_value(), "gate_up has ", gate_up.size(), " tensors and down is ",
              down.has_value() ? "given" : "not given", ", expected both or none");
   if (down.has_value()) {
@@ -175,7 +189,7 @@ void decoder_add_attention_cpu(const Tensor& decoder, Tensors qkv, const Tensor&
                                const OptionalTensor& k_norm, int64_t rope, bool interleaved,
                                const OptionalTensor& qkv_bias, const OptionalTensor& out_bias, bool gated,
                                const OptionalTensor& q_up, const OptionalTensor& k_up, const OptionalTensor& v_up,
-                               const OptionalTensor& kv_up, Optional<double> qk_norm_eps) {
+                               const OptionalTensor& kv_up, Optional<double> qk_norm_eps, bool turn_first) {
   const DecoderUse found(decoder);
   LayerPlan& layer = layer_without_mixer(*found);
   const int64_t hidden = found->plan.hidden;
@@ -199,6 +213,7 @@ void decoder_add_attention_cpu(const Tensor& decoder, Tensors qkv, const Tensor&
     W4A8_CHECK(!qkv_bias.has_value(), "qkv_bias is given, expected none for a cache of kind 'latent'");
     W4A8_CHECK(window == 0, "window is ", window, ", expected 0 for a cache of kind 'latent'");
     W4A8_CHECK(!gated, "gated is true, expected false for a cache of kind 'latent'");
+    W4A8_CHECK(!turn_first, "turn_first is true, expected false for a cache of kind 'latent'");
     set_latent(*found, attention, qkv, q_up, k_up, v_up, kv_up, q_norm, k_norm, eps);
   } else {
     W4A8_CHECK(!q_up.has_value() && !k_up.has_value() && !v_up.has_value() && !kv_up.has_value(),
@@ -209,6 +224,7 @@ void decoder_add_attention_cpu(const Tensor& decoder, Tensors qkv, const Tensor&
   attention.out_bias = found->keep_floats("out_bias", out_bias);
   attention.rope = rope;
   attention.interleaved = interleaved;
+  attention.turns_first = turn_first;
   attention.scale = finite_number("scale", scale);
   attention.soft_cap = soft_cap_of(soft_cap);
   attention.window = window;

@@ -50,9 +50,22 @@ inline FloatMatrix float_matrix(Decoder& decoder, const char* name, const Tensor
   return {input_data(decoder.keep(name, dense(matrix))), type, n};
 }
 
+inline void check_matrix(const char* name, const Tensor& tensor, int64_t rows, int64_t columns) {
+  check_cpu({{name, tensor}});
+  check_floating({{name, tensor}});
+  check_shape_is(name, tensor, {rows, columns});
+}
+
+// weight: [count], or [2, count], weight and bias. The norms of a decoder are of one kind.
 inline NormPlan norm_of(Decoder& decoder, const char* name, const OptionalTensor& weight, int64_t count, float eps) {
-  check_count(name, weight, count);
-  return {decoder.keep_floats(name, weight), eps};
+  const bool biased = weight.has_value() && weight->dim() == 2;
+  if (biased) {
+    check_matrix(name, *weight, 2, count);
+  } else {
+    check_count(name, weight, count);
+  }
+  const float* floats = decoder.keep_floats(name, weight);
+  return {floats, eps, decoder.plan.norm.centered, biased ? floats + count : nullptr};
 }
 
 // The last layer, for attention or linear attention.

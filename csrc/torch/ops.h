@@ -93,18 +93,19 @@ Tensor short_conv_cpu(const Tensor& bcx, const Tensor& conv_weight, const Option
                       const Tensor& fresh);
 decltype(short_conv_cpu) short_conv_meta;
 
-Tensor decoder_create_cpu(const Tensor& norm, const OptionalTensor& head, int64_t hidden_size, double eps);
+Tensor decoder_create_cpu(const Tensor& norm, const OptionalTensor& head, int64_t hidden_size, double eps,
+                          bool centered);
 void decoder_add_layer_cpu(const Tensor& decoder, Tensors gate_up, const OptionalTensor& down,
                            const OptionalTensor& input_norm, const OptionalTensor& attention_norm,
                            const OptionalTensor& mlp_input_norm, const OptionalTensor& mlp_norm,
-                           int64_t activation_kind, double residual);
+                           int64_t activation_kind, double residual, bool parallel);
 void decoder_add_attention_cpu(const Tensor& decoder, Tensors qkv, const Tensor& out, int64_t heads, int64_t kv_heads,
                                int64_t head_size, double scale, Text kind, int64_t window, bool drops_pages,
                                double soft_cap, const OptionalTensor& sinks, const OptionalTensor& q_norm,
                                const OptionalTensor& k_norm, int64_t rope, bool interleaved,
                                const OptionalTensor& qkv_bias, const OptionalTensor& out_bias, bool gated,
                                const OptionalTensor& q_up, const OptionalTensor& k_up, const OptionalTensor& v_up,
-                               const OptionalTensor& kv_up, Optional<double> qk_norm_eps);
+                               const OptionalTensor& kv_up, Optional<double> qk_norm_eps, bool turn_first);
 void decoder_add_linear_attention_cpu(const Tensor& decoder, Tensors projections, const OptionalTensor& gates,
                                       const Tensor& out, const Tensor& conv_weight, Text kind, int64_t key_heads,
                                       int64_t value_heads, int64_t key_size, int64_t value_size,

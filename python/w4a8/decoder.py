@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-_FIELDS_OF_LAYER = {"input_norm", "attention_norm", "mlp_input_norm", "mlp_norm", "activation_kind", "residual"}
+_FIELDS_OF_LAYER = {
+    "input_norm", "attention_norm", "mlp_input_norm", "mlp_norm", "activation_kind", "residual", "parallel",
+}  # fmt: skip
 
 
 class States(NamedTuple):
@@ -36,18 +38,23 @@ class Decoder:
     are given in its place; a step is an error once it was resized or moved.
 
     Args:
-        norm: floating [hidden_size], the weight of the last RMS norm.
+        norm: floating [hidden_size], the weight of the last norm; or [2, hidden_size], weight and bias.
         head: the packed output layer, uint8; None: a step returns rows of the last norm.
         hidden_size: a multiple of 16.
         eps: of all norms.
+        centered: all norms subtract the mean (LayerNorm); False: none does (RMS norm).
 
     Raises:
         RuntimeError: ``norm``, ``head``, ``hidden_size`` or ``eps`` does not fit; names the argument.
     """
 
-    def __init__(self, norm: torch.Tensor, head: torch.Tensor | None, *, hidden_size: int, eps: float) -> None:
+    def __init__(
+        self, norm: torch.Tensor, head: torch.Tensor | None, *, hidden_size: int, eps: float, centered: bool = False
+    ) -> None:
         with torch.no_grad():
-            self._number = torch.ops.w4a8.decoder_create(norm, head, hidden_size=hidden_size, eps=eps)
+            self._number = torch.ops.w4a8.decoder_create(
+                norm, head, hidden_size=hidden_size, eps=eps, centered=centered
+            )
         self._end = weakref.finalize(self, torch.ops.w4a8.decoder_destroy, self._number)
         self.hidden_size = hidden_size
 

@@ -18,20 +18,27 @@ NAN, INF = float("nan"), float("inf")
 KINDS = ["int4", "int4 minimums", "int8"]  # of q, k and v: they want rows quantized in different ways
 
 
-def rms_norm(x, weight, eps=EPS):
-    """Squares in 16 lanes, which are added by halves; float32 throughout."""
-    rows = np.asarray(x, np.float32).reshape(-1, x.shape[-1])
+def mean_of(rows):
+    """[rows, 1], of rows [rows, n]: sums in 16 lanes, which are added by halves; float32 throughout."""
     n = rows.shape[1]
-    squares = np.zeros((len(rows), -(-n // 16) * 16), np.float32)
-    squares[:, :n] = rows * rows
+    padded = np.zeros((len(rows), -(-n // 16) * 16), np.float32)
+    padded[:, :n] = rows
     lanes = np.zeros((len(rows), 16), np.float32)
-    for i in range(0, squares.shape[1], 16):
-        lanes = lanes + squares[:, i : i + 16]
+    for i in range(0, padded.shape[1], 16):
+        lanes = lanes + padded[:, i : i + 16]
     while lanes.shape[1] > 1:
         half = lanes.shape[1] // 2
         lanes = lanes[:, :half] + lanes[:, half:]
-    r = np.float32(1) / np.sqrt(lanes / np.float32(n) + np.float32(eps))
-    return torch.from_numpy(rows * r * weight.numpy()).view(x.shape)
+    return lanes / np.float32(n)
+
+
+def rms_norm(x, weight, eps=EPS, centered=False):
+    """weight [n], or [2, n] with a bias. centered: a LayerNorm."""
+    rows = np.asarray(x, np.float32).reshape(-1, x.shape[-1])
+    rows = rows - mean_of(rows) if centered else rows
+    r = np.float32(1) / np.sqrt(mean_of(rows * rows) + np.float32(eps))
+    factors, *bias = weight.view(-1, rows.shape[1]).numpy()
+    return torch.from_numpy(rows * r * factors + (bias[0] if bias else np.float32(0))).view(x.shape)
 
 
 def rotate(x, angles, interleaved):
@@ -98,8 +105,10 @@ class Model(Steps):
 
     def __init__(self, *, layers=2, fused=False, experts=0, shared=None, four_norms=False, head_norm=None, window=0,
                  kind="int8", interleaved=False, turned=SIZE, head=True, activation=0, biases=False, matrices="qkv",
-                 numbers=None, gated=True, **attention):  # fmt: skip
-        norm = lambda n=HIDDEN: 1 + 0.2 * torch.randn(n)  # noqa: E731
+                 numbers=None, gated=True, centered=False, biased_norms=False, parallel=False, turn_first=False,
+                 **attention):  # fmt: skip
+        norm = lambda *shape: 1 + 0.2 * torch.randn(shape or ((2, HIDDEN) if biased_norms else (HIDDEN,)))  # noqa: E731
+        self.centered, self.parallel, self.turn_first = centered, parallel, turn_first
         self.kind, self.window, self.interleaved, self.experts = kind, window, interleaved, experts
         self.attention, self.activation = {"scale": SIZE**-0.5, "soft_cap": 0.0, "sinks": None} | attention, activation
         self.numbers = numbers or {}  # of the experts
@@ -107,14 +116,14 @@ class Model(Steps):
         self.rope = torch.randn(POSITIONS, turned)
         self.norm, self.layers = norm(), []
         self.head = self.pack(VOCAB, HIDDEN, "int8") if head else None
-        self.decoder = Decoder(self.norm, self.head, hidden_size=HIDDEN, eps=EPS)
+        self.decoder = Decoder(self.norm, self.head, hidden_size=HIDDEN, eps=EPS, centered=centered)
         for _ in range(layers):
-            layer = {"input_norm": norm(), "mlp_input_norm": norm()}
+            layer = {"input_norm": norm()} | ({} if parallel else {"mlp_input_norm": norm()})
             if four_norms:
                 layer |= {"attention_norm": norm(), "mlp_norm": norm()}
             if head_norm is not None:
-                whole = head_norm == "whole"
-                layer |= {"q_norm": norm(HEADS * SIZE if whole else SIZE), "k_norm": norm(KV * SIZE if whole else SIZE)}
+                shape = {"whole": lambda n: (n * SIZE,), "head": lambda n: (SIZE,), "apart": lambda n: (n, SIZE)}
+                layer |= {"q_norm": norm(*shape[head_norm](HEADS)), "k_norm": norm(*shape[head_norm](KV))}
             widths = [HEADS * SIZE, KV * SIZE, KV * SIZE]
             if biases:
                 layer |= {"qkv_bias": torch.randn(sum(widths)), "out_bias": torch.randn(HIDDEN)}
@@ -132,7 +141,8 @@ class Model(Steps):
             down = self.pack(HIDDEN, INNER, "int8") if gate_up else None
             self.decoder.add_layer(
                 qkv, out, gate_up, down, heads=HEADS, kv_heads=KV, head_size=SIZE, kind=kind, window=window, rope=0,
-                interleaved=interleaved, activation_kind=activation, residual=0.5, **layer, **self.attention,
+                interleaved=interleaved, activation_kind=activation, residual=0.5, parallel=parallel,
+                turn_first=turn_first, **layer, **self.attention,
             )  # fmt: skip
             parts = {"qkv": qkv, "out": out, "gate_up": gate_up, "down": down, "both": both.pack()}
             if experts:
@@ -158,24 +168,34 @@ class Model(Steps):
         angles = self.rope[self.positions(lengths, fresh)]
         caches = [torch.full_like(cache, 0) for cache in self.caches]
         for layer, cache in zip(self.layers, caches):
-            normed = rms_norm(x, layer["input_norm"])
+            normed = self.norm_of(x, layer["input_norm"])
             rows = torch.cat([matmul(normed, p, HIDDEN) for p in layer["qkv"]], 1) + layer.get("qkv_bias", 0)
             q, k, v = rows.split([HEADS * SIZE, KV * SIZE, KV * SIZE], 1)
-            q, k = (self.normed(part, layer.get(name)) for part, name in ((q, "q_norm"), (k, "k_norm")))
-            q = rotate(q.view(-1, HEADS, SIZE), angles, self.interleaved)
-            k = rotate(k.view(-1, KV, SIZE), angles, self.interleaved)
+            q, k = (
+                self.prepared(part.view(len(x), -1, SIZE), layer.get(name), angles)
+                for part, name in ((q, "q_norm"), (k, "k_norm"))
+            )
             w4a8.paged_attention_write(k, v.view(-1, KV, SIZE), cache, *tables, kind=self.kind)
             options = {"kind": self.kind, "window": self.window, **self.attention}
             y = w4a8.paged_attention(q, cache, *tables, options.pop("scale"), **options)
             y = matmul(y.flatten(1), layer["out"], HEADS * SIZE) + layer.get("out_bias", 0)
-            x = x + np.float32(0.5) * (rms_norm(y, layer["attention_norm"]) if "attention_norm" in layer else y)
-            y = self.mlp(layer, rms_norm(x, layer["mlp_input_norm"]))
-            x = x + np.float32(0.5) * (rms_norm(y, layer["mlp_norm"]) if "mlp_norm" in layer else y)
-        x = rms_norm(x, self.norm)
+            x = x + np.float32(0.5) * self.norm_of(y, layer.get("attention_norm"))
+            y = self.mlp(layer, normed if self.parallel else self.norm_of(x, layer["mlp_input_norm"]))
+            x = x + np.float32(0.5) * self.norm_of(y, layer.get("mlp_norm"))
+        x = self.norm_of(x, self.norm)
         return x if self.head is None else matmul(x, self.head, HIDDEN)
 
-    def normed(self, rows, weight):
-        return rows if weight is None else rms_norm(rows.reshape(len(rows), -1, len(weight)), weight).view(rows.shape)
+    def norm_of(self, rows, weight):
+        return rows if weight is None else rms_norm(rows, weight, centered=self.centered)
+
+    def prepared(self, heads, weight, angles):
+        """Queries or keys [T, heads, size], behind their norms and the rotation."""
+        heads = rotate(heads, angles, self.interleaved) if self.turn_first else heads
+        if weight is not None and weight.dim() == 2:
+            heads = torch.stack([self.norm_of(heads[:, h], weight[h]) for h in range(len(weight))], 1)
+        elif weight is not None:
+            heads = self.norm_of(heads.reshape(len(heads), -1, len(weight)), weight).view(heads.shape)
+        return heads if self.turn_first else rotate(heads, angles, self.interleaved)
 
     def mlp(self, layer, x):
         moe = lambda ids, weights, w13, w2, **numbers: w4a8.dynamic_4bit_int_moe(  # noqa: E731
@@ -241,6 +261,12 @@ MODELS = {
     "shared": {"experts": 4, "shared": "plain"},
     "shared, gated": {"experts": 4, "shared": "gated"},
     "no gate": {"gated": False, "activation": 7},
+    "command r": {"centered": True, "parallel": True, "head_norm": "apart", "interleaved": True},
+    "parallel": {"parallel": True, "experts": 4, "shared": "plain", "four_norms": True},
+    "phi-moe": {"centered": True, "biased_norms": True, "biases": True, "experts": 4},
+    "norms with biases": {"biased_norms": True, "head": False, "four_norms": True},
+    "hunyuan": {"turn_first": True, "head_norm": "head"},
+    "turned whole rows": {"turn_first": True, "head_norm": "whole", "turned": SIZE // 2, "centered": True},
     "experts without a gate": {"gated": False, "activation": 7, "experts": 4, "shared": "plain"},
 }
 
@@ -257,7 +283,8 @@ def test_is_the_operators_one_by_one(name):
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize(
-    "name", ["plain", "gemma", "experts", "experts without a gate", "biases", "q and k are one", "shared, gated"]
+    "name",
+    ["plain", "gemma", "experts", "experts without a gate", "biases", "q and k are one", "shared, gated", "command r"],
 )
 def test_bits_depend_on_nothing_else(name, threads):
     """One token, chunks, several sequences in a call, and any number of threads."""
@@ -340,6 +367,24 @@ def test_block_tables_of_other_widths_that_begin_alike():
         step()
     numbers[2] = 8
     step()
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("centered", [False, True])
+@pytest.mark.parametrize("n", [16, 96, 2000])
+def test_norms_beside_float64(n, centered, biased):
+    """A decoder without layers is its last norm, which rounds n / 16 sums of a lane, and less than 16 times besides.
+    Without the mean, which is rounded as the largest value is, values are about 1."""
+    x, weight = torch.randn(5, n) + 10, torch.randn(n)
+    bias = torch.randn(n) if biased else torch.zeros(n)
+    norm = torch.stack([weight, bias]) if biased else weight
+    decoder = Decoder(norm, None, hidden_size=n, eps=EPS, centered=centered)
+    starts = torch.tensor([0, 5]).int()
+    got = decoder.step(x, torch.arange(5), [], ([], starts[1:], starts), [])
+    exact = x.double() - x.double().mean(1, keepdim=True) if centered else x.double()
+    expected = exact / (exact.square().mean(1, keepdim=True) + EPS).sqrt() * weight + bias
+    largest = x.abs().max() if centered else 1.5
+    assert (got - expected).abs().max() < 2.0**-24 * (n / 16 + 16) * largest * (weight.abs().max() + bias.abs().max())
 
 
 def test_input_stays():
@@ -429,6 +474,14 @@ def test_step_refuses(name, value, message):
         ({"qkv_bias": torch.ones(319)}, r"qkv_bias has shape \[319\], expected \[320\]"),
         ({"out_bias": torch.ones(95)}, r"out_bias has shape \[95\], expected \[96\]"),
         ({"q_norm": torch.ones(31)}, r"q_norm has shape \[31\], expected \[192\]"),
+        ({"q_norm": torch.ones(2, 32)}, r"q_norm has shape \[2, 32\], expected \[6, 32\]"),
+        (
+            {"q_norm": torch.ones(6, 32), "k_norm": torch.ones(32)},
+            r"k_norm has shape \[32\], expected \[2, 32\]",
+        ),
+        ({"input_norm": torch.ones(3, 96)}, r"input_norm has shape \[3, 96\], expected \[2, 96\]"),
+        ({"input_norm": torch.ones(2, 96).int()}, "input_norm has dtype Int, expected a floating point type"),
+        ({"parallel": True, "mlp_input_norm": torch.ones(96)}, "mlp_input_norm is given, expected none with parallel"),
         ({"sinks": torch.ones(2)}, r"sinks has shape \[2\], expected \[6\]"),
         ({"kind": "int4"}, "kind is 'int4', expected 'int8', 'bfloat16' or 'latent'"),
         ({"window": -1}, "window is -1, expected 0"),

@@ -13,7 +13,7 @@ from w4a8.integrations.transformers import W4A8Cache, W4A8Config, fast_attention
 
 TOKENS = torch.randint(3, VOCAB, (4, 24), generator=torch.Generator().manual_seed(1))
 # Of which there is no row in core/families.py (docs/decoder.md says why), or which are stopped by something else.
-UNKNOWN = ("cohere2", "command-r", "gemma4", "gemma4, experts", "hunyuan-dense", "hunyuan-moe", "llama4",
+UNKNOWN = ("gemma4", "gemma4, experts", "hunyuan-dense", "hunyuan-moe", "llama4",
            "phimoe")  # fmt: skip
 UNKNOWN += ("glm-dsa",)
 LEFT_ALONE = dict.fromkeys(UNKNOWN, "models of type .* are not known")

@@ -12,8 +12,6 @@ from w4a8.checkpoint.gguf_architectures import NOT_IN_VLLM
 NAMES = sorted(name for name in INT4 if name.partition(",")[0] not in NOT_IN_VLLM)
 # Of which there is no table (docs/decoder.md says why): vLLM's class; or another reason.
 ONE_BY_ONE = {
-    "cohere2": "commandr.CohereModel",
-    "command-r": "commandr.CohereModel",
     "gemma4": "gemma4.Gemma4Model",
     "gemma4, experts": "gemma4.Gemma4Model",
     "granitehybrid": "model.layers.0.mixer.out_proj is not packed",

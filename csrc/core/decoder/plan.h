@@ -16,10 +16,12 @@
 
 namespace w4a8 {
 
-/// x * weight / root of the mean square; none if weight is null.
+/// x * weight / root of the mean square, and a bias; none if weight is null.
 struct NormPlan {
   const float* weight = nullptr;  ///< of the row that is normed
   float eps = 0.0f;
+  bool centered = false;        ///< the mean is subtracted before (LayerNorm)
+  const float* bias = nullptr;  ///< null: none
   explicit operator bool() const { return weight != nullptr; }
 };
 
@@ -61,6 +63,8 @@ struct AttentionPlan {
   NormPlan q_norm;        ///< of each head, or of all heads at once; latent: of the row that q_up takes
   NormPlan k_norm;        ///< latent: of the first rank channels
   bool norms_whole_rows = false;
+  bool norms_apart = false;  ///< the norm of each head has weights of its own
+  bool turns_first = false;  ///< q and k are turned in front of their norms
   int64_t rope = -1;         ///< which of the tables of a step; -1: none
   bool interleaved = false;  ///< pairs that are turned are neighbours, else halves
   CacheKind kind = CacheKind::kInt8;
@@ -143,7 +147,8 @@ struct LayerPlan {
   LinearPlan linear;
   NormPlan after_attention;  ///< of attention's output, before it is added
   NormPlan before_mlp;
-  MlpPlan mlp;  ///< beside experts: the shared expert, or none
+  bool parallel = false;  ///< the MLP and experts take what attention takes, in place of before_mlp
+  MlpPlan mlp;            ///< beside experts: the shared expert, or none
   ExpertsPlan experts;
   NormPlan after_mlp;
   float residual = 1.0f;  ///< factor of both outputs before they are added

@@ -25,6 +25,24 @@ float total(const Lanes& lanes) {
   return sums[0];
 }
 
+// `add` adds what 16 values are in the sum to the sums of the lanes.
+template <class Add>
+float sum_of(const float* x, int64_t n, Add add) {
+  Lanes sums = {};
+  Lanes values;
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    load(x + i, values);
+    add(values, sums);
+  }
+  if (i < n) {
+    values = Lanes{};  // zeros change no sum
+    std::memcpy(&values, x + i, static_cast<std::size_t>(n - i) * sizeof(float));
+    add(values, sums);
+  }
+  return total(sums);
+}
+
 template <DType kType>
 inline void load_as(const void* data, int64_t i, Lanes& lanes) {
   if constexpr (kType == DType::kFloat32) {
@@ -46,16 +64,15 @@ inline void load_as(const void* data, int64_t i, Lanes& lanes) {
 }  // namespace
 
 void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* out) {
-  Lanes sums = {};
-  Lanes values;
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    load(x + i, values);
-    sums += values * values;
-  }
-  for (int64_t lane = 0; i + lane < n; ++lane) sums[lane] += x[i + lane] * x[i + lane];
-  const float r = 1.0f / std::sqrt(total(sums) / static_cast<float>(n) + eps);
-  for (i = 0; i < n; ++i) out[i] = x[i] * r * weight[i];
+  const float squares = sum_of(x, n, [](const Lanes& values, Lanes& sums) { sums += values * values; });
+  const float r = 1.0f / std::sqrt(squares / static_cast<float>(n) + eps);
+  for (int64_t i = 0; i < n; ++i) out[i] = x[i] * r * weight[i];
+}
+
+void center(const float* x, int64_t n, float* out) {
+  const float sum = sum_of(x, n, [](const Lanes& values, Lanes& sums) { sums += values; });
+  const float mean = sum / static_cast<float>(n);
+  for (int64_t i = 0; i < n; ++i) out[i] = x[i] - mean;
 }
 
 void rotate(const float* angles, int64_t half, bool interleaved, float* x) {

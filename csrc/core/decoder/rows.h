@@ -11,6 +11,9 @@ namespace w4a8 {
 /// out[i] = x[i] * r * weight[i] for i < n, r = 1 / sqrt(sum of x[i]^2 / n + eps). out may be x.
 void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* out);
 
+/// out[i] = x[i] - mean of x, for i < n. out may be x.
+void center(const float* x, int64_t n, float* out);
+
 /// Turns pairs of a head: of x[i] and x[i + half], or interleaved of x[2i] and x[2i + 1], (a, b) becomes
 /// (a cos - b sin, b cos + a sin), i < half. angles: cosines [half], then sines [half].
 void rotate(const float* angles, int64_t half, bool interleaved, float* x);

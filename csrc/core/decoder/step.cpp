@@ -136,8 +136,9 @@ class Step {
     const PagedCache* cache = args_.caches;
     const LinearStates* states = args_.states;
     for (const LayerPlan& layer : plan_.layers) {
-      if (layer.attends() || layer.linear.out) {
-        norm(layer.before_attention, args_.x, b_.normed);
+      const bool mixes = layer.attends() || layer.linear.out;
+      if (mixes || layer.parallel) norm(layer.before_attention, args_.x, b_.normed);
+      if (mixes) {
         if (layer.linear.out) {
           linear_attention(layer.linear, *states++);
         } else if (layer.attention.latent) {
@@ -148,7 +149,7 @@ class Step {
         add(layer.after_attention, layer.residual);
       }
       if (layer.has_mlp()) {
-        norm(layer.before_mlp, args_.x, b_.normed);
+        if (!layer.parallel) norm(layer.before_mlp, args_.x, b_.normed);
         if (layer.experts.router) {
           experts(layer.experts);
           if (layer.mlp.down) share_mlp(layer);
@@ -182,18 +183,20 @@ class Step {
     for_rows(m_, [&](int64_t r) { norm_row(norm, n, x + r * n, out + r * n); });
   }
   static void norm_row(const NormPlan& norm, int64_t n, const float* x, float* out) {
-    if (norm) {
-      rms_norm(x, norm.weight, norm.eps, n, out);
-    } else {
+    if (!norm) {
       std::copy_n(x, n, out);
+      return;
     }
+    if (norm.centered) center(x, n, out);
+    rms_norm(norm.centered ? out : x, norm.weight, norm.eps, n, out);
+    if (norm.bias != nullptr) add_scaled(norm.bias, 1.0f, n, out);
   }
 
   // x += output of attention or the MLP.
   void add(const NormPlan& norm, float factor) {
     const int64_t n = plan_.hidden;
     for_rows(m_, [&](int64_t r) {
-      if (norm) rms_norm(b_.y + r * n, norm.weight, norm.eps, n, b_.y + r * n);
+      if (norm) norm_row(norm, n, b_.y + r * n, b_.y + r * n);
       add_scaled(b_.y + r * n, factor, n, args_.x + r * n);
     });
   }
@@ -379,12 +382,19 @@ class Step {
   // Norms and turns q or k of one token, heads `stride` apart.
   void prepare_heads(const AttentionPlan& plan, const NormPlan& norm, int64_t heads, int64_t stride, int64_t r,
                      float* x) const {
+    if (plan.turns_first) turn_heads(plan, heads, stride, r, x);
     if (norm) {
       const int64_t size = plan.norms_whole_rows ? heads * plan.head_size : plan.head_size;
+      NormPlan of_head = norm;
       for (int64_t at = 0; at < heads * stride; at += plan.norms_whole_rows ? size : stride) {
-        rms_norm(x + at, norm.weight, norm.eps, size, x + at);
+        norm_row(of_head, size, x + at, x + at);
+        if (plan.norms_apart) of_head.weight += size;
       }
     }
+    if (!plan.turns_first) turn_heads(plan, heads, stride, r, x);
+  }
+
+  void turn_heads(const AttentionPlan& plan, int64_t heads, int64_t stride, int64_t r, float* x) const {
     for (int64_t h = 0; h < heads; ++h) turn(plan, r, x + h * stride);
   }
 

@@ -18,6 +18,7 @@ _FOUR: Norms = (
     ("mlp_norm", "post_feedforward_layernorm"),
 )
 _TWO_OF_LFM2: Norms = (("input_norm", "operator_norm"), ("mlp_input_norm", "ffn_norm"))
+_ONE: Norms = _TWO[:1]
 _BEHIND: Norms = (("attention_norm", "post_attention_layernorm"), ("mlp_norm", "post_feedforward_layernorm"))
 _FOUR_OF_GLM: Norms = (
     ("input_norm", "input_layernorm"),
@@ -45,6 +46,8 @@ class Family:
         refuses: fields of the config that must not be set.
         norms: the norms of a layer.
         one_more: a norm multiplies by 1 + weight. vLLM has a class for such norms.
+        centered: norms subtract the mean (LayerNorm).
+        parallel: the MLP takes the normed rows that attention takes, and is added together with attention.
         interleaved: channels of a head that are turned together are neighbours, not in two halves. vLLM's layers say so
             themselves.
         gated: behind each head of queries are as many numbers, whose sigmoid multiplies the head's result.
@@ -70,6 +73,8 @@ class Family:
     refuses: tuple[str, ...] = ()
     norms: Norms = _TWO
     one_more: bool = False
+    centered: bool = False
+    parallel: bool = False
     interleaved: bool = False
     gated: bool = False
     turns_windows_alone: bool = False
@@ -92,6 +97,7 @@ class Family:
 
 
 _GRANITE_MLP = {"gate_up_proj": "input_linear", "down_proj": "output_linear"}
+_COHERE = Family("commandr.Cohere", norms=_ONE, centered=True, parallel=True, interleaved=True)
 _LFM2 = Family(
     "lfm2.Lfm2",
     layer="AttentionDecoderLayer",
@@ -188,6 +194,8 @@ FAMILIES = {
         names=_GRANITE_MLP,
         beside="shared_mlp",
     ),
+    "cohere": _COHERE,
+    "cohere2": replace(_COHERE, turns_windows_alone=True),
     "lfm2": _LFM2,
     "lfm2_moe": replace(
         _LFM2,

@@ -21,6 +21,8 @@ def angles(rotary: Any, positions: int, layer_type: str | None) -> torch.Tensor:
     more = {} if layer_type is None else {"layer_type": layer_type}
     found = rotary(torch.zeros(1, dtype=torch.float32), torch.arange(positions)[None], **more)
     cos, sin = (found.real, found.imag) if isinstance(found, torch.Tensor) else found  # DeepSeek V2: complex numbers
-    # Most models write each angle twice, for both halves of a head.
+    # Most models write each angle twice, for both halves of a head, or Command R for neighbours.
     half = getattr(rotary, "inv_freq" if layer_type is None else f"{layer_type}_inv_freq").numel()
-    return torch.cat([cos[0, :, :half], sin[0, :, :half]], -1).contiguous()
+    of_neighbours = cos.shape[-1] == 2 * half and torch.equal(cos[..., ::2], cos[..., 1::2])
+    once = slice(None, None, 2) if of_neighbours else slice(half)
+    return torch.cat([cos[0, :, once], sin[0, :, once]], -1).contiguous()

@@ -87,14 +87,16 @@ class Stack:
         layers = list(self._part(inner, "layers"))[: config.num_hidden_layers]
         norm = self._part(inner, self.family.name("norm"))
         self.eps = self._eps(norm)
-        # Factors of Granite.
+        # Factors of Granite, and of Command R.
         self.embedding_factor = float(getattr(config, "embedding_multiplier", 1.0))
         self.logits_divisor = float(getattr(config, "logits_scaling", 1.0))
+        self.logits_factor = float(getattr(config, "logit_scale", 1.0))
         packed = isinstance(head, PackedLinear)
         self.head = None if packed else head
         self.decoder = Decoder(
-            self._norm(norm), head.packed if packed else None, hidden_size=config.hidden_size, eps=self.eps
-        )
+            self._norm(norm), head.packed if packed else None, hidden_size=config.hidden_size, eps=self.eps,
+            centered=self.family.centered,
+        )  # fmt: skip
         window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
         same = "full_attention" if window is None else "sliding_attention"  # where the config does not list types
         types = getattr(config, "layer_types", None) or [same] * len(layers)
@@ -134,7 +136,9 @@ class Stack:
     def _norm(self, module: Any) -> torch.Tensor:
         eps = self._eps(module)
         _require(eps == self.eps, f"norms have different eps, {eps} and {self.eps}")
-        weight = module.weight.detach().float()
+        weight, bias = module.weight.detach().float(), getattr(module, "bias", None)
+        if bias is not None:
+            return torch.stack([weight, bias.detach().float()])
         return 1 + weight if self.family.one_more else weight
 
     def _heads(self, attention: Any) -> tuple[int, int, int]:
@@ -181,7 +185,8 @@ class Stack:
         dense = (self._part(mlp, shared) if shared else beside) if experts else mlp
         if dense is not None:
             fields |= self._mlp(dense)
-        self.decoder.add_layer(residual=float(getattr(layer, "residual_multiplier", 1.0)), **fields)
+        residual = float(getattr(layer, "residual_multiplier", 1.0))
+        self.decoder.add_layer(residual=residual, parallel=family.parallel, **fields)
         if operator is not None:
             self.decoder.add_linear_attention(**operator.decoder_fields())
         if experts:

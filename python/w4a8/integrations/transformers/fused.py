@@ -169,6 +169,7 @@ class _Forward(Guard):
             got = got.new_zeros(len(wanted), got.shape[1]).index_copy_(0, there.nonzero()[:, 0], got)
         got = got.view(batch, len(columns), -1)
         got = got if stack.logits_divisor == 1 else got / stack.logits_divisor
+        got = got if stack.logits_factor == 1 else got * stack.logits_factor
         cap = getattr(model.config, "final_logit_softcapping", None)
         return got if cap is None else torch.tanh(got / cap) * cap
 

@@ -31,6 +31,7 @@ _ROTATIONS = tuple(each.forward_native for each in (RotaryEmbedding, MRotaryEmbe
 _LATENTS = (("W_UK_T", "k_up"), ("W_UV", "v_up"))
 # RMS norms of MiniMax's heads, and in transformers' modules; where these classes are differs between versions of vLLM.
 _NORMS = ("MiniMaxText01RMSNormTP", "TPAwareRMSNorm")
+_LAYER_NORMS = ("commandr.LayerNorm", "torch.nn.modules.normalization.LayerNorm")
 # Activation of a dense MLP, by vLLM's class.
 _ACTIVATIONS = {
     "SiluAndMul": MoEActivation.SILU,
@@ -63,26 +64,31 @@ def _expect(module: Any, classes: Sequence[str]) -> None:
 
 
 class Norms:
-    """RMS norms with one epsilon."""
+    """Norms of one kind, with one epsilon."""
 
-    def __init__(self) -> None:
-        """None yet."""
+    def __init__(self, centered: bool) -> None:
+        """None yet. ``centered``: they are layer norms, otherwise RMS norms."""
+        self.centered = centered
         self.eps: float | None = None
 
     def weight(self, norm: Any) -> torch.Tensor:
-        """The factors of a normed row, float32.
+        """The factors of a normed row, float32; [2, n] if there is a bias, which is the second row.
 
         Raises:
             Unfit: another norm, or another epsilon.
         """
-        if type(norm) not in (RMSNorm, GemmaRMSNorm) and type(norm).__name__ not in _NORMS:
+        is_rms = type(norm) in (RMSNorm, GemmaRMSNorm) or type(norm).__name__ in _NORMS
+        if not (class_name(norm) in _LAYER_NORMS if self.centered else is_rms):
             raise Unfit(f"there is no table for the norm {class_name(norm)}")
         if getattr(norm, "variance_size_override", None) is not None:
             raise Unfit("a norm of some values of a row")
-        if self.eps not in (None, norm.variance_epsilon):
-            raise Unfit(f"norms of several epsilons, {self.eps} and {norm.variance_epsilon}")
-        self.eps = norm.variance_epsilon
-        weight = norm.weight.data.float()
+        eps = norm.eps if isinstance(norm, torch.nn.LayerNorm) else norm.variance_epsilon
+        if self.eps not in (None, eps):
+            raise Unfit(f"norms of several epsilons, {self.eps} and {eps}")
+        self.eps = eps
+        weight, bias = norm.weight.data.float(), getattr(norm, "bias", None)
+        if bias is not None:
+            return torch.stack([weight, bias.data.float()])
         return 1 + weight if type(norm) is GemmaRMSNorm else weight
 
 
@@ -181,8 +187,9 @@ def attention_fields(module: Any, family: Family, norms: Norms, ropes: Ropes) ->
 
 def _turns(module: Any) -> bool:
     """Whether an attention has rotary embeddings."""
-    if hasattr(module, "apply_rope_all_layers"):  # EXAONE 4
-        return bool(module.sliding_window or module.apply_rope_all_layers)
+    for name in ("apply_rope_all_layers", "v1"):  # of EXAONE 4, of Command R: without windows
+        if hasattr(module, name):
+            return bool(module.sliding_window or getattr(module, name))
     return bool(getattr(module, "use_rope", True))
 
 
@@ -344,7 +351,7 @@ def layer_fields(layer: Any, family: Family, norms: Norms, ropes: Ropes) -> Laye
         if any(getattr(owner, name, None) for owner in (layer, module or states)):
             raise Unfit(f"{class_name(layer)} with {name}")
     fields = {field: norms.weight(getattr(layer, name)) for field, name in norm_names}
-    fields["residual"] = float(getattr(layer, "residual_multiplier", 1.0))
+    fields |= {"residual": float(getattr(layer, "residual_multiplier", 1.0)), "parallel": family.parallel}
     if module is not None and family.is_latent:
         fields |= latent_fields(module, norms, ropes)
     elif module is not None:

@@ -157,12 +157,12 @@ class OneCall:
         Raises:
             Unfit, RuntimeError: as above.
         """
-        norms = Norms()
+        norms = Norms(self.family.centered)
         ropes = Ropes(self.positions, self.inner.rotary_emb if self._of_transformers else None)
         fields = [layer_fields(layer, self.family, norms, ropes) for layer in self.layers]
         weight = norms.weight(getattr(self.inner, self.family.name("norm")))
         head = None if self._head_layer is None else packed_head(self._head_layer)
-        decoder = Decoder(weight, head, hidden_size=len(weight), eps=norms.eps)
+        decoder = Decoder(weight, head, hidden_size=weight.shape[-1], eps=norms.eps, centered=norms.centered)
         for layer, linear, experts in fields:
             decoder.add_layer(**layer)
             if linear:
