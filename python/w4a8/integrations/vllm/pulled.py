@@ -362,6 +362,8 @@ class PulledConfig(QuantizationConfig):
 
     def _of_linear(self, prefix: str) -> W4A8LinearMethod | None:
         names = names_joined_in(prefix, self.packed_modules_mapping)
+        if not self.matrices.keys() & set(names):  # vLLM calls the Mamba layers of Granite 4 otherwise than it has them
+            names = [name.replace(".mixer.", ".mamba.") for name in names]
         found = [name for each in names for name in self.matrices.get(each, ())]
         lacking = [name for name in names if name not in self.matrices]
         if lacking and lacking == [name for name in names if name.endswith(".v_proj")] and self.keys_are_values:
