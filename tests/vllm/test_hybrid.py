@@ -124,6 +124,55 @@ def test_one_call_beside_layer_by_layer(ways):
     assert log.count("linear attention runs here, in 3 layers") == len(WAYS) + 1
 
 
+# Mamba-2 and short convolutions in two layers: fields of the config, and keys of the file.
+OTHERS = {
+    # A state is as large as the keys and values of 128 tokens at most.
+    "granitehybrid": ({"num_key_value_heads": 2}, {"attention.head_count_kv": [0, 2, 0, 2]}),
+    "nemotron_h_moe": ({}, {}),
+    "lfm2": ({"tie_word_embeddings": True}, {}),
+}
+
+
+@pytest.fixture(scope="module", params=OTHERS)
+def other(request, tmp_path_factory):
+    """The results of all ways, and the log."""
+    name, folder = request.param, tmp_path_factory.mktemp("other")
+    fields, keys = OTHERS[name]
+    model = model_of(name, max_position_embeddings=512, **fields)
+    keys = {f"{name}.{key}": value for key, value in {**keys, "context_length": 512}.items()}
+    path = write(name, model, folder, True, **keys)
+    one = {"enforce_eager": True, "dtype": "float32", "max_model_len": 512, "enable_prefix_caching": False}
+    if name == "lfm2":  # as in conftest.arguments
+        one["compilation_config"] = {"custom_ops": ["all", "-rotary_embedding"]}
+    how = {"prompt_logprobs": False, "tokens": 40}
+    # A step takes a whole prompt, and a state of the middle of one is cached.
+    cached, jobs = {**CACHED, "max_num_batched_tokens": 256}, {}
+    for decoder in ("1", "0"):
+        off = DEFAULT_HEAD | {"W4A8_VLLM_DECODER": decoder}
+        for way in ({}, cached):
+            jobs[decoder, bool(way)] = Job(path, {**one, **way}, prompts(), environment=off, **how)
+    if name == "granitehybrid":
+        jobs["compiled"] = replace(jobs["0", False], arguments={**one, "enforce_eager": False})
+    found, log = run_engines(list(jobs.values()), folder / "engines", 1800, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    for each in found:
+        assert "error" not in each, each["error"]
+    return dict(zip(jobs, found)), log
+
+
+def test_operators_of_other_layers(other):
+    """In one call and layer by layer: cached prefixes change no bit."""
+    found, log = other
+    for decoder in ("1", "0"):
+        assert_same(found[decoder, False], found[decoder, True])
+        assert found[decoder, True]["cached"] == [0, 128, 128]
+    for way in found.keys() & {("1", False), "compiled"}:
+        divergences = kl_divergences(found["0", False], found[way]).abs()
+        assert divergences.median() < 5e-4
+        assert (divergences > 5e-3).float().mean() < 0.05
+    assert log.count("w4a8: all 4 layers run in one call") == 2
+    assert log.count("linear attention runs here, in 2 layers") == len(found)
+
+
 VISION = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 64,
           "num_position_embeddings": 16, "patch_size": 4, "deepstack_visual_indexes": []}  # fmt: skip
 

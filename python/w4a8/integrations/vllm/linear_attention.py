@@ -20,6 +20,7 @@ from w4a8.integrations.vllm.log import logger
 from w4a8.linear_attention import layer_weights
 from w4a8.ops import HEAD_SIZES, gated_delta
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # of a convolution's state
 _OPERATOR = "w4a8_gated_delta"
 
 
@@ -64,7 +65,7 @@ def reason_against(layer: Any) -> str | None:
             return f"heads of {size}"
     if of_state != torch.float32:
         return f"states of {of_state} (--mamba-ssm-cache-dtype float32: here)"
-    if of_conv not in (torch.float32, torch.bfloat16, torch.float16):
+    if of_conv not in FLOATS:
         return f"states of convolutions of {of_conv}"
     if layer.activation != "silu" or layer.conv1d.bias is not None or not 2 <= layer.conv_kernel_size <= 8:
         return "another convolution"
@@ -168,6 +169,14 @@ def fresh_sequences(step: Any) -> torch.Tensor:
     elif step.num_prefills > 0:  # of Mamba and short convolutions: of prompts alone
         fresh[step.num_decodes :] = ~step.has_initial_states_p[: step.num_prefills]
     return fresh
+
+
+def slots_of(step: Any, sequences: int) -> torch.Tensor:
+    """The slots of a step's sequences, int32 [sequences]. Decodes come before prompts."""
+    if hasattr(step, "non_spec_state_indices_tensor"):
+        return step.non_spec_state_indices_tensor[:sequences]
+    found = (step.state_indices_tensor_d, step.state_indices_tensor_p)
+    return torch.cat([each.flatten() for each in found if each is not None])[:sequences]
 
 
 def _vllms_core(layer: Any, qkv: torch.Tensor, z: torch.Tensor, ba: torch.Tensor) -> torch.Tensor:

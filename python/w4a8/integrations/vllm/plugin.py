@@ -19,6 +19,7 @@ PARTS = (
     ("compute attention", "attention", "register_attention"),
     ("compute latent attention", "latent_attention", "register_latent_attention"),
     ("compute linear attention", "linear_attention", "register_linear_attention"),
+    ("compute Mamba-2 and short convolutions", "mamba", "register_mamba"),
     ("read settings of additional_config", "settings", "read_arguments"),
     ("say what runs in a loaded model", "loaded", "say_what_is_loaded"),
     ("move small matrices together", "loaded", "move_weights_together"),

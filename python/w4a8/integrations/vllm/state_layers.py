@@ -8,11 +8,9 @@ from typing import Any
 import torch
 
 from w4a8.decoder import States
-from w4a8.integrations.vllm import linear_attention
+from w4a8.integrations.vllm import linear_attention, mamba
 from w4a8.integrations.vllm.decoder_parts import Unfit, float_weight, only, without_bias
 from w4a8.integrations.vllm.products import products_of
-from w4a8.linear_attention import conv_rows
-from w4a8.ops import HEAD_SIZES
 
 
 def state_layer_of(layer: Any) -> Any:
@@ -26,6 +24,8 @@ def fields_of(module: Any) -> dict[str, Any]:
     Raises:
         Unfit: a Decoder does not compute the module.
     """
+    if not getattr(module, "w4a8_runs_core", False):
+        raise Unfit("linear attention is vLLM's (the log says why)")
     return {"gates": None, "out": only(module.out_proj), **_FIELDS[type(module).__name__](module)}
 
 
@@ -39,15 +39,8 @@ def step_states(modules: Sequence[Any], metadata: dict[str, Any]) -> States | No
         steps = steps[:1]
     found = [_states_of(each) for each in modules]
     states = [state for _, state in found if state is not None]
-    return States([conv for conv, _ in found], states, [_slots(step, len(fresh)) for step in steps], fresh)
-
-
-def _slots(step: Any, sequences: int) -> torch.Tensor:
-    """Decodes come before prompts."""
-    if hasattr(step, "non_spec_state_indices_tensor"):
-        return step.non_spec_state_indices_tensor[:sequences]
-    found = (step.state_indices_tensor_d, step.state_indices_tensor_p)
-    return torch.cat([each.flatten() for each in found if each is not None])[:sequences]
+    slots = [linear_attention.slots_of(step, len(fresh)) for step in steps]
+    return States([conv for conv, _ in found], states, slots, fresh)
 
 
 def _states_of(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -57,8 +50,6 @@ def _states_of(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def _gated_delta(module: Any) -> dict[str, Any]:
-    if not getattr(module, "w4a8_runs_core", False):
-        raise Unfit("linear attention is vLLM's (the log says why)")
     fields: dict[str, Any] = {"projections": without_bias(module.in_proj_qkvz)}
     small = products_of(module.in_proj_ba)
     if small and all(product.group is not None for product in small):
@@ -77,13 +68,6 @@ def _gated_delta(module: Any) -> dict[str, Any]:
 
 
 def _state_space(module: Any) -> dict[str, Any]:
-    norm, of_state = module.norm, module.get_state_dtype()[1]
-    if of_state != torch.float32:
-        raise Unfit(f"states of {of_state} (--mamba-ssm-cache-dtype float32: one call)")
-    if module.activation not in ("silu", "swish") or module.use_replayssm:
-        raise Unfit("another form of Mamba-2")
-    if not {module.head_dim, module.ssm_state_size}.issubset(HEAD_SIZES):
-        raise Unfit(f"states of heads of {module.head_dim} x {module.ssm_state_size}")
     return {
         "projections": without_bias(module.in_proj),
         "kind": "state_space",
@@ -91,26 +75,13 @@ def _state_space(module: Any) -> dict[str, Any]:
         "value_heads": module.num_heads,
         "key_size": module.ssm_state_size,
         "value_size": module.head_dim,
-        **_convolution(module.conv1d),
-        "a": -module.A.detach().float(),
-        "dt_bias": module.dt_bias.detach().float(),
-        "d": module.D.detach().float(),
-        "norm": norm.weight.detach().float() if norm.use_rms_norm else None,
-        "norm_eps": norm.variance_epsilon,
-        "norm_groups": norm.n_groups,
+        **mamba.weights_of(module),
+        **mamba.norm_numbers(module),
     }
 
 
 def _short_conv(module: Any) -> dict[str, Any]:
-    return {"projections": without_bias(module.in_proj), "kind": "short_conv", **_convolution(module.conv)}
-
-
-def _convolution(linear: Any) -> dict[str, torch.Tensor | None]:
-    """vLLM keeps the kernels of a depthwise convolution as a linear layer, [channels, 1, width]."""
-    weight = getattr(linear, "_cpu_unpacked_conv_weight", None)  # vLLM's copy of what it packed
-    weight = linear.weight if weight is None else weight
-    bias = None if linear.bias is None else linear.bias.detach().float()
-    return {"conv_weight": conv_rows(weight.detach().reshape(len(weight), -1)), "conv_bias": bias}
+    return {"projections": without_bias(module.in_proj), "kind": "short_conv", **mamba.weights_of(module)}
 
 
 # By vLLM's class.
