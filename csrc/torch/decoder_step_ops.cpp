@@ -86,7 +86,7 @@ struct StepCaches {
 /// The states of the layers with linear attention.
 struct StepStates {
   StepStates(const DecoderPlan& plan, Tensors conv_states, Tensors states, Tensors slots, const Tensor& query_start_loc,
-             const OptionalTensor& fresh, int64_t tokens) {
+             const OptionalTensor& fresh, Tensors out_slots, const OptionalTensor& accepted, int64_t tokens) {
     const auto layers = layers_of(plan, [](const LayerPlan& layer) { return bool{layer.linear.out}; });
     const auto with_state =
         layers_of(plan, [](const LayerPlan& layer) { return layer.linear.out && layer.linear.has_state(); });
@@ -98,10 +98,14 @@ struct StepStates {
     check_number("slots", slots, layers.size(), "of decoder with linear attention");
     W4A8_CHECK(fresh.has_value(), "fresh is not given, expected bool [sequences]");
     check_cpu({{"fresh", fresh}});
-    for (const Tensor& each : slots) {
-      check_cpu({{"slots", each}});
-      check_sequence_types(each, query_start_loc, *fresh);
-      sequences.emplace_back(each, query_start_loc, *fresh);
+    const bool guesses = out_slots.size() > 0;
+    W4A8_CHECK(!guesses || out_slots.size() == slots.size(), "out_slots has ", out_slots.size(),
+               " tensors, expected none, or ", slots.size(), ", as many as slots");
+    for (std::size_t i = 0; i < static_cast<std::size_t>(slots.size()); ++i) {
+      const OptionalTensor out = guesses ? OptionalTensor(out_slots[i]) : OptionalTensor();
+      check_cpu({{"slots", slots[i]}, {"out_slots", out}, {"accepted", accepted}});
+      check_sequence_types(slots[i], query_start_loc, *fresh, out, accepted);
+      sequences.emplace_back(slots[i], query_start_loc, *fresh, out, accepted);
     }
     std::size_t next = 0;
     for (std::size_t i = 0; i < layers.size(); ++i) {
@@ -119,7 +123,7 @@ struct StepStates {
     check_cpu({{"conv_states", conv_state}});
     check_activations({{"conv_states", conv_state}});
     check_dims("conv_states", conv_state, 3, "[slots, width - 1, channels]");
-    check_shape_is("conv_states", conv_state, {conv_state.size(0), layer.width - 1, layer.channels});
+    check_shape_is("conv_states", conv_state, {conv_state.size(0), where.rows(layer.width), layer.channels});
     where.check("conv_states", conv_state, tokens);
     LinearStates all;
     all.sequences = where.sequences;
@@ -204,7 +208,8 @@ Tensor own_rows(const Tensor& hidden) {
 Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tensor& positions, Tensors caches,
                         Tensors block_tables, const Tensor& seq_lens, const Tensor& query_start_loc, Tensors ropes,
                         Tensors conv_states, Tensors states, Tensors slots, const OptionalTensor& fresh,
-                        const OptionalTensor& rows, const OptionalTensor& normed, int64_t threads) {
+                        Tensors out_slots, const OptionalTensor& accepted, const OptionalTensor& rows,
+                        const OptionalTensor& normed, int64_t threads) {
   const DecoderUse found(decoder);
   DecoderPlan& plan = found->plan;
   found->check_kept();
@@ -221,7 +226,7 @@ Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tenso
   const int64_t tokens = hidden.size(0);
   check_positions(positions, tokens);
   const StepCaches cached(plan, caches, block_tables, seq_lens, query_start_loc, tokens);
-  const StepStates linear(plan, conv_states, states, slots, query_start_loc, fresh, tokens);
+  const StepStates linear(plan, conv_states, states, slots, query_start_loc, fresh, out_slots, accepted, tokens);
   const StepRopes turns(plan, ropes);
   const Tensor place = dense(positions);
   args.positions = input_data<int64_t>(place);
@@ -251,8 +256,8 @@ Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tenso
       {"seq_lens", cached.lengths}, {"query_start_loc", cached.starts}, {"positions", place}};
   for (const Tensor& table : cached.pages) numbers.emplace_back("block_tables", table);
   for (const SequenceTensors& each : linear.sequences) {
-    numbers.emplace_back("slots", each.places);
-    numbers.emplace_back("fresh", each.begins);
+    const std::vector<Memory> more = each.numbers();
+    numbers.insert(numbers.end(), more.begin(), more.end());
   }
   if (rows.has_value()) numbers.emplace_back("rows", wanted);
   for (const Tensor& cache : caches) check_apart({"caches", cache}, numbers);

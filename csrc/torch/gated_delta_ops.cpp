@@ -23,6 +23,8 @@ struct GatedDeltaTensors {
   const Tensor& query_start_loc;
   const Tensor& fresh;
   const OptionalTensor& decay;
+  const OptionalTensor& out_slots;
+  const OptionalTensor& accepted;
 };
 
 // What can be said of Meta tensors too: devices, types, dimensions and numbers. Returns whether the gate is a sigmoid.
@@ -40,11 +42,13 @@ bool check_types(DeviceCheck check_devices, const GatedDeltaTensors& t, int64_t 
                  {"slots", t.slots},
                  {"query_start_loc", t.query_start_loc},
                  {"fresh", t.fresh},
-                 {"decay", t.decay}});
+                 {"decay", t.decay},
+                 {"out_slots", t.out_slots},
+                 {"accepted", t.accepted}});
   check_activations({{"qkv", t.qkv}, {"z", t.z}, {"ba", t.ba}, {"conv_state", t.conv_state}, {"decay", t.decay}});
   check_floating({{"conv_weight", t.conv_weight}, {"a", t.a}, {"dt_bias", t.dt_bias}, {"norm", t.norm}});
   W4A8_CHECK(type_of(t.state) == ScalarType::Float, "state has dtype ", type_of(t.state), ", expected float32");
-  check_sequence_types(t.slots, t.query_start_loc, t.fresh);
+  check_sequence_types(t.slots, t.query_start_loc, t.fresh, t.out_slots, t.accepted);
   check_dims("qkv", t.qkv, 2, "[tokens, channels]");
   check_dims("z", t.z, 2, "[tokens, value_heads * V]");
   check_dims("ba", t.ba, 2, t.decay.has_value() ? "[tokens, value_heads]" : "[tokens, 2 * value_heads]");
@@ -65,7 +69,8 @@ bool check_types(DeviceCheck check_devices, const GatedDeltaTensors& t, int64_t 
 }
 
 // Sizes of the heads are those of the state; all others are compared with them.
-GatedDeltaLayer layer_of(const GatedDeltaTensors& t, int64_t key_heads, int64_t value_heads) {
+GatedDeltaLayer layer_of(const GatedDeltaTensors& t, const SequenceTensors& sequences, int64_t key_heads,
+                         int64_t value_heads) {
   const int64_t k = t.state.size(2);
   const int64_t v = t.state.size(3);
   W4A8_CHECK(t.state.size(1) == value_heads && is_state_size(k) && is_state_size(v), "state has shape ",
@@ -91,7 +96,7 @@ GatedDeltaLayer layer_of(const GatedDeltaTensors& t, int64_t key_heads, int64_t 
   if (layer.of_channels) check_shape_is("dt_bias", t.dt_bias, {value_heads, k});
   if (!layer.of_channels) check_shape_is("dt_bias", t.dt_bias, {value_heads});
   check_shape_is("norm", t.norm, {v});
-  check_shape_is("conv_state", t.conv_state, {t.state.size(0), width - 1, channels});
+  check_shape_is("conv_state", t.conv_state, {t.state.size(0), sequences.rows(width), channels});
   W4A8_CHECK(t.state.numel() == 0 || t.state.stride(3) == 1, "state has stride ", t.state.stride(3),
              " in its last dimension, expected 1");
   return layer;
@@ -102,9 +107,11 @@ GatedDeltaLayer layer_of(const GatedDeltaTensors& t, int64_t key_heads, int64_t 
 Tensor gated_delta_cpu(const Tensor& qkv, const Tensor& z, const Tensor& ba, const Tensor& conv_weight, const Tensor& a,
                        const Tensor& dt_bias, const Tensor& norm, const Tensor& conv_state, const Tensor& state,
                        const Tensor& slots, const Tensor& query_start_loc, const Tensor& fresh, int64_t key_heads,
-                       int64_t value_heads, double norm_eps, Text gate, const OptionalTensor& decay) {
+                       int64_t value_heads, double norm_eps, Text gate, const OptionalTensor& decay,
+                       const OptionalTensor& out_slots, const OptionalTensor& accepted) {
   const GatedDeltaTensors t = {qkv,        z,     ba,    conv_weight,     a,     dt_bias, norm,
-                               conv_state, state, slots, query_start_loc, fresh, decay};
+                               conv_state, state, slots, query_start_loc, fresh, decay,   out_slots,
+                               accepted};
   const bool sigmoid = check_types(check_cpu, t, key_heads, value_heads, gate);
   check_no_gradients({{"qkv", qkv},
                       {"z", z},
@@ -116,10 +123,10 @@ Tensor gated_delta_cpu(const Tensor& qkv, const Tensor& z, const Tensor& ba, con
                       {"conv_state", conv_state},
                       {"state", state},
                       {"decay", decay}});
-  GatedDeltaLayer layer = layer_of(t, key_heads, value_heads);
+  const SequenceTensors sequences(slots, query_start_loc, fresh, out_slots, accepted);
+  GatedDeltaLayer layer = layer_of(t, sequences, key_heads, value_heads);
   layer.sigmoid_gate = sigmoid;
   layer.norm_eps = positive_number("norm_eps", norm_eps);
-  const SequenceTensors sequences(slots, query_start_loc, fresh);
   sequences.check("conv_state", conv_state, qkv.size(0));
   sequences.check("state", state, qkv.size(0));
 
@@ -160,10 +167,11 @@ Tensor gated_delta_cpu(const Tensor& qkv, const Tensor& z, const Tensor& ba, con
 Tensor gated_delta_meta(const Tensor& qkv, const Tensor& z, const Tensor& ba, const Tensor& conv_weight,
                         const Tensor& a, const Tensor& dt_bias, const Tensor& norm, const Tensor& conv_state,
                         const Tensor& state, const Tensor& slots, const Tensor& query_start_loc, const Tensor& fresh,
-                        int64_t key_heads, int64_t value_heads, double norm_eps, Text gate,
-                        const OptionalTensor& decay) {
+                        int64_t key_heads, int64_t value_heads, double norm_eps, Text gate, const OptionalTensor& decay,
+                        const OptionalTensor& out_slots, const OptionalTensor& accepted) {
   check_types(check_meta,
-              {qkv, z, ba, conv_weight, a, dt_bias, norm, conv_state, state, slots, query_start_loc, fresh, decay},
+              {qkv, z, ba, conv_weight, a, dt_bias, norm, conv_state, state, slots, query_start_loc, fresh, decay,
+               out_slots, accepted},
               key_heads, value_heads, gate);
   positive_number("norm_eps", norm_eps);
   std::vector<SymSize> sizes = sym_sizes_of(qkv);

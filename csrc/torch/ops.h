@@ -80,17 +80,19 @@ decltype(attention_cpu) attention_meta;
 Tensor gated_delta_cpu(const Tensor& qkv, const Tensor& z, const Tensor& ba, const Tensor& conv_weight, const Tensor& a,
                        const Tensor& dt_bias, const Tensor& norm, const Tensor& conv_state, const Tensor& state,
                        const Tensor& slots, const Tensor& query_start_loc, const Tensor& fresh, int64_t key_heads,
-                       int64_t value_heads, double norm_eps, Text gate, const OptionalTensor& decay);
+                       int64_t value_heads, double norm_eps, Text gate, const OptionalTensor& decay,
+                       const OptionalTensor& out_slots, const OptionalTensor& accepted);
 decltype(gated_delta_cpu) gated_delta_meta;
 Tensor state_space_cpu(const Tensor& xbc, const OptionalTensor& z, const Tensor& dt, const Tensor& conv_weight,
                        const OptionalTensor& conv_bias, const Tensor& a, const Tensor& dt_bias, const Tensor& d,
                        const OptionalTensor& norm, const Tensor& conv_state, const Tensor& state, const Tensor& slots,
                        const Tensor& query_start_loc, const Tensor& fresh, int64_t groups, double norm_eps,
-                       int64_t norm_groups, bool norm_first);
+                       int64_t norm_groups, bool norm_first, const OptionalTensor& out_slots,
+                       const OptionalTensor& accepted);
 decltype(state_space_cpu) state_space_meta;
 Tensor short_conv_cpu(const Tensor& bcx, const Tensor& conv_weight, const OptionalTensor& conv_bias,
-                      const Tensor& conv_state, const Tensor& slots, const Tensor& query_start_loc,
-                      const Tensor& fresh);
+                      const Tensor& conv_state, const Tensor& slots, const Tensor& query_start_loc, const Tensor& fresh,
+                      const OptionalTensor& out_slots, const OptionalTensor& accepted);
 decltype(short_conv_cpu) short_conv_meta;
 
 Tensor decoder_create_cpu(const Tensor& norm, const OptionalTensor& head, int64_t hidden_size, double eps,
@@ -122,7 +124,8 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
 Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tensor& positions, Tensors caches,
                         Tensors block_tables, const Tensor& seq_lens, const Tensor& query_start_loc, Tensors ropes,
                         Tensors conv_states, Tensors states, Tensors slots, const OptionalTensor& fresh,
-                        const OptionalTensor& rows, const OptionalTensor& normed, int64_t threads);
+                        Tensors out_slots, const OptionalTensor& accepted, const OptionalTensor& rows,
+                        const OptionalTensor& normed, int64_t threads);
 void decoder_destroy_cpu(const Tensor& decoder);
 
 }  // namespace w4a8

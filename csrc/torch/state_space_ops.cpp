@@ -13,7 +13,8 @@ void check_state_space_types(DeviceCheck check_devices, const Tensor& xbc, const
                              const Tensor& conv_weight, const OptionalTensor& conv_bias, const Tensor& a,
                              const Tensor& dt_bias, const Tensor& d, const OptionalTensor& norm,
                              const Tensor& conv_state, const Tensor& state, const Tensor& slots,
-                             const Tensor& query_start_loc, const Tensor& fresh) {
+                             const Tensor& query_start_loc, const Tensor& fresh, const OptionalTensor& out_slots,
+                             const OptionalTensor& accepted) {
   check_devices({{"xbc", xbc},
                  {"z", z},
                  {"dt", dt},
@@ -27,7 +28,9 @@ void check_state_space_types(DeviceCheck check_devices, const Tensor& xbc, const
                  {"state", state},
                  {"slots", slots},
                  {"query_start_loc", query_start_loc},
-                 {"fresh", fresh}});
+                 {"fresh", fresh},
+                 {"out_slots", out_slots},
+                 {"accepted", accepted}});
   check_activations({{"xbc", xbc}, {"z", z}, {"dt", dt}, {"conv_state", conv_state}});
   check_floating({{"conv_weight", conv_weight},
                   {"conv_bias", conv_bias},
@@ -36,7 +39,7 @@ void check_state_space_types(DeviceCheck check_devices, const Tensor& xbc, const
                   {"d", d},
                   {"norm", norm}});
   W4A8_CHECK(type_of(state) == ScalarType::Float, "state has dtype ", type_of(state), ", expected float32");
-  check_sequence_types(slots, query_start_loc, fresh);
+  check_sequence_types(slots, query_start_loc, fresh, out_slots, accepted);
   check_dims("xbc", xbc, 2, "[tokens, channels]");
   check_dims("dt", dt, 2, "[tokens, heads]");
   check_dims("conv_weight", conv_weight, 2, "[channels, width]");
@@ -71,9 +74,10 @@ Tensor state_space_cpu(const Tensor& xbc, const OptionalTensor& z, const Tensor&
                        const OptionalTensor& conv_bias, const Tensor& a, const Tensor& dt_bias, const Tensor& d,
                        const OptionalTensor& norm, const Tensor& conv_state, const Tensor& state, const Tensor& slots,
                        const Tensor& query_start_loc, const Tensor& fresh, int64_t groups, double norm_eps,
-                       int64_t norm_groups, bool norm_first) {
+                       int64_t norm_groups, bool norm_first, const OptionalTensor& out_slots,
+                       const OptionalTensor& accepted) {
   check_state_space_types(check_cpu, xbc, z, dt, conv_weight, conv_bias, a, dt_bias, d, norm, conv_state, state, slots,
-                          query_start_loc, fresh);
+                          query_start_loc, fresh, out_slots, accepted);
   check_no_gradients({{"xbc", xbc},
                       {"z", z},
                       {"dt", dt},
@@ -98,11 +102,11 @@ Tensor state_space_cpu(const Tensor& xbc, const OptionalTensor& z, const Tensor&
   check_shape_is("a", a, {layer.heads});
   check_shape_is("dt_bias", dt_bias, {layer.heads});
   check_shape_is("d", d, {layer.heads});
-  check_shape_is("conv_state", conv_state, {state.size(0), width - 1, channels});
+  const SequenceTensors sequences(slots, query_start_loc, fresh, out_slots, accepted);
+  check_shape_is("conv_state", conv_state, {state.size(0), sequences.rows(width), channels});
   if (z.has_value()) check_shape_is("z", *z, {tokens, layer.width()});
   if (conv_bias.has_value()) check_shape_is("conv_bias", *conv_bias, {channels});
   if (norm.has_value()) check_shape_is("norm", *norm, {layer.width()});
-  const SequenceTensors sequences(slots, query_start_loc, fresh);
   sequences.check("conv_state", conv_state, tokens);
   sequences.check("state", state, tokens);
 
@@ -142,9 +146,10 @@ Tensor state_space_meta(const Tensor& xbc, const OptionalTensor& z, const Tensor
                         const OptionalTensor& conv_bias, const Tensor& a, const Tensor& dt_bias, const Tensor& d,
                         const OptionalTensor& norm, const Tensor& conv_state, const Tensor& state, const Tensor& slots,
                         const Tensor& query_start_loc, const Tensor& fresh, int64_t /*groups*/, double norm_eps,
-                        int64_t /*norm_groups*/, bool /*norm_first*/) {
+                        int64_t /*norm_groups*/, bool /*norm_first*/, const OptionalTensor& out_slots,
+                        const OptionalTensor& accepted) {
   check_state_space_types(check_meta, xbc, z, dt, conv_weight, conv_bias, a, dt_bias, d, norm, conv_state, state, slots,
-                          query_start_loc, fresh);
+                          query_start_loc, fresh, out_slots, accepted);
   positive_number("norm_eps", norm_eps);
   const std::vector<SymSize> of_state = sym_sizes_of(state);
   std::vector<SymSize> sizes = sym_sizes_of(xbc);
@@ -156,17 +161,20 @@ namespace {
 
 void check_short_conv_types(DeviceCheck check_devices, const Tensor& bcx, const Tensor& conv_weight,
                             const OptionalTensor& conv_bias, const Tensor& conv_state, const Tensor& slots,
-                            const Tensor& query_start_loc, const Tensor& fresh) {
+                            const Tensor& query_start_loc, const Tensor& fresh, const OptionalTensor& out_slots,
+                            const OptionalTensor& accepted) {
   check_devices({{"bcx", bcx},
                  {"conv_weight", conv_weight},
                  {"conv_bias", conv_bias},
                  {"conv_state", conv_state},
                  {"slots", slots},
                  {"query_start_loc", query_start_loc},
-                 {"fresh", fresh}});
+                 {"fresh", fresh},
+                 {"out_slots", out_slots},
+                 {"accepted", accepted}});
   check_activations({{"bcx", bcx}, {"conv_state", conv_state}});
   check_floating({{"conv_weight", conv_weight}, {"conv_bias", conv_bias}});
-  check_sequence_types(slots, query_start_loc, fresh);
+  check_sequence_types(slots, query_start_loc, fresh, out_slots, accepted);
   check_dims("bcx", bcx, 2, "[tokens, 3 * channels]");
   check_dims("conv_weight", conv_weight, 2, "[channels, width]");
   check_dims("conv_state", conv_state, 3, "[slots, width - 1, channels]");
@@ -175,9 +183,10 @@ void check_short_conv_types(DeviceCheck check_devices, const Tensor& bcx, const 
 }  // namespace
 
 Tensor short_conv_cpu(const Tensor& bcx, const Tensor& conv_weight, const OptionalTensor& conv_bias,
-                      const Tensor& conv_state, const Tensor& slots, const Tensor& query_start_loc,
-                      const Tensor& fresh) {
-  check_short_conv_types(check_cpu, bcx, conv_weight, conv_bias, conv_state, slots, query_start_loc, fresh);
+                      const Tensor& conv_state, const Tensor& slots, const Tensor& query_start_loc, const Tensor& fresh,
+                      const OptionalTensor& out_slots, const OptionalTensor& accepted) {
+  check_short_conv_types(check_cpu, bcx, conv_weight, conv_bias, conv_state, slots, query_start_loc, fresh, out_slots,
+                         accepted);
   check_no_gradients(
       {{"bcx", bcx}, {"conv_weight", conv_weight}, {"conv_bias", conv_bias}, {"conv_state", conv_state}});
   const int64_t tokens = bcx.size(0);
@@ -188,9 +197,9 @@ Tensor short_conv_cpu(const Tensor& bcx, const Tensor& conv_weight, const Option
              " channels, expected a multiple of 16");
   W4A8_CHECK(bcx.size(1) % 3 == 0 && bcx.size(1) / 3 == channels, "bcx has shape ", shape_text(bcx.sizes()),
              ", expected [tokens, 3 * ", channels, "]");
-  check_shape_is("conv_state", conv_state, {conv_state.size(0), width - 1, channels});
+  const SequenceTensors sequences(slots, query_start_loc, fresh, out_slots, accepted);
+  check_shape_is("conv_state", conv_state, {conv_state.size(0), sequences.rows(width), channels});
   if (conv_bias.has_value()) check_shape_is("conv_bias", *conv_bias, {channels});
-  const SequenceTensors sequences(slots, query_start_loc, fresh);
   sequences.check("conv_state", conv_state, tokens);
 
   RowTensors rows;
@@ -223,8 +232,9 @@ Tensor short_conv_cpu(const Tensor& bcx, const Tensor& conv_weight, const Option
 
 Tensor short_conv_meta(const Tensor& bcx, const Tensor& conv_weight, const OptionalTensor& conv_bias,
                        const Tensor& conv_state, const Tensor& slots, const Tensor& query_start_loc,
-                       const Tensor& fresh) {
-  check_short_conv_types(check_meta, bcx, conv_weight, conv_bias, conv_state, slots, query_start_loc, fresh);
+                       const Tensor& fresh, const OptionalTensor& out_slots, const OptionalTensor& accepted) {
+  check_short_conv_types(check_meta, bcx, conv_weight, conv_bias, conv_state, slots, query_start_loc, fresh, out_slots,
+                         accepted);
   std::vector<SymSize> sizes = sym_sizes_of(bcx);
   sizes[1] = known_size(sym_sizes_of(conv_weight)[0]);
   return new_tensor(sizes, type_of(bcx), bcx);

@@ -36,18 +36,38 @@ class RowTensors {
 
 /// Where the sequences are, in memory of their own.
 struct SequenceTensors {
-  SequenceTensors(const Tensor& slots, const Tensor& query_start_loc, const Tensor& fresh)
+  SequenceTensors(const Tensor& slots, const Tensor& query_start_loc, const Tensor& fresh,
+                  const OptionalTensor& out_slots, const OptionalTensor& accepted)
       : places(dense(slots)), starts(dense(query_start_loc)), begins(dense(fresh)) {
     const int64_t count = slots.size(0);
     check_shape_is("query_start_loc", query_start_loc, {count + 1});
     check_shape_is("fresh", fresh, {count});
     sequences = {count, input_data<int32_t>(starts), input_data<int32_t>(places), input_data<bool>(begins)};
+    if (!out_slots.has_value()) return;
+    guessed = dense(*out_slots);
+    right = dense(*accepted);
+    W4A8_CHECK(guessed.size(0) == count && guessed.size(1) >= 1, "out_slots has shape ", shape_text(guessed.sizes()),
+               ", expected [", count, ", 1 + drafts]");
+    check_shape_is("accepted", right, {count});
+    sequences.out_slots = input_data<int32_t>(guessed);
+    sequences.out_stride = guessed.size(1);
+    sequences.accepted = input_data<int32_t>(right);
+  }
+  /// Rows of a sequence in the state of a convolution.
+  int64_t rows(int64_t width) const { return width - 1 + std::max<int64_t>(0, sequences.out_stride - 1); }
+  /// What says where to read and write.
+  std::vector<Memory> numbers() const {
+    std::vector<Memory> all = {{"slots", places}, {"query_start_loc", starts}, {"fresh", begins}};
+    if (sequences.out_slots != nullptr) {
+      all.emplace_back("out_slots", guessed);
+      all.emplace_back("accepted", right);
+    }
+    return all;
   }
   // `state` is written, and has so many slots; a call has so many tokens.
   void check(const char* name, const Tensor& state, int64_t tokens) const {
     check_no_overlap(name, state);
-    const Memory numbers[] = {{"slots", places}, {"query_start_loc", starts}, {"fresh", begins}};
-    check_apart({name, state}, numbers);
+    check_apart({name, state}, numbers());
     const int32_t* at = sequences.starts;
     W4A8_CHECK(at[0] == 0, "query_start_loc begins with ", at[0], ", expected 0");
     W4A8_CHECK(sequences.tokens() == tokens, "query_start_loc ends with ", sequences.tokens(), ", expected ", tokens,
@@ -57,19 +77,38 @@ struct SequenceTensors {
       W4A8_CHECK(sequences.tokens(b) >= 0, "query_start_loc falls from ", at[b], " to ", at[b + 1], " at sequence ", b,
                  ", expected ascending numbers");
       if (sequences.tokens(b) == 0) continue;
-      const int32_t slot = sequences.slots[b];
-      W4A8_CHECK(slot >= 0 && slot < state.size(0), "slots of sequence ", b, " is ", slot, ", expected 0..",
-                 state.size(0) - 1, ", the slots of ", name);
-      used.push_back(slot);
+      if (sequences.out_slots != nullptr) check_guesses(b);
+      const bool guesses = sequences.guesses(b);
+      const int64_t count = guesses ? std::max<int64_t>(sequences.tokens(b), sequences.accepted[b]) : 1;
+      for (int64_t t = 0; t < count; ++t) {
+        const int32_t slot = sequences.slot_behind(b, t);
+        W4A8_CHECK(slot >= 0 && slot < state.size(0), guesses ? "out_slots" : "slots", " of sequence ", b, " is ", slot,
+                   ", expected 0..", state.size(0) - 1, ", the slots of ", name);
+        used.push_back(slot);
+      }
     }
     std::sort(used.begin(), used.end());
     const auto twice = std::adjacent_find(used.begin(), used.end());
-    W4A8_CHECK(twice == used.end(), "slots has ", *twice, " twice, expected a slot of its own for each sequence");
+    W4A8_CHECK(twice == used.end(), sequences.out_slots == nullptr ? "slots has " : "slots and out_slots have ", *twice,
+               " twice, expected a slot of its own for each sequence",
+               sequences.out_slots == nullptr ? "" : " and token");
   }
   Tensor places;
   Tensor starts;
   Tensor begins;
+  Tensor guessed;  // out_slots
+  Tensor right;    // accepted
   StateSequences sequences;
+
+ private:
+  void check_guesses(int64_t b) const {
+    const int32_t right_ones = sequences.accepted[b];
+    W4A8_CHECK(right_ones >= 0 && right_ones <= sequences.out_stride, "accepted of sequence ", b, " is ", right_ones,
+               ", expected 0..", sequences.out_stride, ", the slots of a sequence in out_slots");
+    W4A8_CHECK(right_ones == 0 || sequences.tokens(b) <= sequences.out_stride, "query_start_loc has ",
+               sequences.tokens(b), " tokens of sequence ", b, ", expected at most ", sequences.out_stride,
+               ", its slots in out_slots");
+  }
 };
 
 inline void check_width(const Tensor& conv_weight) {
@@ -108,11 +147,17 @@ inline bool is_state_size(int64_t size) {
   return size >= kStateStep && size <= kMostStateSize && size % kStateStep == 0;
 }
 
-inline void check_sequence_types(const Tensor& slots, const Tensor& query_start_loc, const Tensor& fresh) {
+inline void check_sequence_types(const Tensor& slots, const Tensor& query_start_loc, const Tensor& fresh,
+                                 const OptionalTensor& out_slots, const OptionalTensor& accepted) {
   check_table("slots", slots, 1);
   check_table("query_start_loc", query_start_loc, 1);
   W4A8_CHECK(type_of(fresh) == ScalarType::Bool, "fresh has dtype ", type_of(fresh), ", expected bool");
   check_dims("fresh", fresh, 1, "[sequences]");
+  W4A8_CHECK(out_slots.has_value() == accepted.has_value(), out_slots.has_value() ? "accepted" : "out_slots",
+             " is not given, expected both out_slots and accepted or neither");
+  if (!out_slots.has_value()) return;
+  check_table("out_slots", *out_slots, 2);
+  check_table("accepted", *accepted, 1);
 }
 
 }  // namespace w4a8

@@ -22,12 +22,15 @@ class States(NamedTuple):
         states: one of each that has a state beside the convolution's, float32 [slots, heads, rows, columns].
         slots: int32 [B], the slot of each sequence in all of them; one tensor for all layers, or one of each.
         fresh: bool [B]: the sequence begins here.
+        out_slots, accepted: of sequences with guessed tokens; as many tensors of out_slots as of slots, or none.
     """
 
     conv_states: Sequence[torch.Tensor]
     states: Sequence[torch.Tensor]
     slots: Sequence[torch.Tensor]
     fresh: torch.Tensor | None
+    out_slots: Sequence[torch.Tensor] = ()
+    accepted: torch.Tensor | None = None
 
 
 class Decoder:

@@ -22,6 +22,8 @@ def gated_delta(
     norm_eps: float,
     gate: str = "silu",
     decay: torch.Tensor | None = None,
+    out_slots: torch.Tensor | None = None,
+    accepted: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A layer of linear attention by the gated delta rule, between its projections (docs/numerics.md section 11).
 
@@ -52,6 +54,14 @@ def gated_delta(
         gate: "silu" or "sigmoid", of z.
         decay: [T, value_heads, K], what the decay of each channel of the keys is made of (KDA). None: one decay for a
             head, from ba.
+        out_slots: int32 [B, 1 + drafts], for guessed tokens, of which the next call may take back some; with
+            ``accepted``. The state behind token t of sequence b goes to slot ``out_slots[b, t]``. conv_state then is
+            [slots, width - 1 + drafts, C], and slot ``out_slots[b, 0]`` gets width - 2 rows from before, then those of
+            the tokens.
+        accepted: int32 [B], how many tokens of the sequence's last call are right, 1 to 1 + drafts: the sequence goes
+            on behind these, with up to 1 + drafts tokens. 0: no guesses; the last state alone goes to ``slots``, and
+            the last rows to the first width - 1 of conv_state. Before its first guesses a sequence has accepted 1
+            token, its slot being ``out_slots[b, 0]``.
 
     Returns:
         [T, value_heads * V] of the dtype of qkv.
@@ -75,6 +85,8 @@ def gated_delta(
         norm_eps=norm_eps,
         gate=gate,
         decay=decay,
+        out_slots=out_slots,
+        accepted=accepted,
     )
 
 
@@ -98,6 +110,8 @@ def state_space(
     norm_eps: float,
     norm_groups: int = 1,
     norm_first: bool = False,
+    out_slots: torch.Tensor | None = None,
+    accepted: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A layer of Mamba-2 between its projections (docs/numerics.md section 11).
 
@@ -123,6 +137,7 @@ def state_space(
         norm_eps: added to the mean of squares of the norm.
         norm_groups: a divisor of the heads: so many parts of a row are normed by themselves.
         norm_first: the norm comes before the gate; else after.
+        out_slots, accepted: as for gated_delta.
 
     Returns:
         [T, heads * P] of the dtype of xbc.
@@ -147,6 +162,8 @@ def state_space(
         norm_eps=norm_eps,
         norm_groups=norm_groups,
         norm_first=norm_first,
+        out_slots=out_slots,
+        accepted=accepted,
     )
 
 
@@ -158,6 +175,9 @@ def short_conv(
     slots: torch.Tensor,
     query_start_loc: torch.Tensor,
     fresh: torch.Tensor,
+    *,
+    out_slots: torch.Tensor | None = None,
+    accepted: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A short convolution between two gates, C * conv(B * x) (LFM2; docs/numerics.md section 11).
 
@@ -166,13 +186,14 @@ def short_conv(
         conv_weight: as for gated_delta, [H, width].
         conv_bias: floating point [H], or None.
         conv_state: as for gated_delta, [slots, width - 1, H]: the last rows of B * x.
-        slots, query_start_loc, fresh: as for gated_delta.
+        slots, query_start_loc, fresh, out_slots, accepted: as for gated_delta.
 
     Returns:
         [T, H] of the dtype of bcx.
     """
     op = torch.ops.w4a8.short_conv.default
-    return op(bcx, conv_weight, conv_bias, conv_state, slots, query_start_loc, fresh)
+    where = slots, query_start_loc, fresh
+    return op(bcx, conv_weight, conv_bias, conv_state, *where, out_slots=out_slots, accepted=accepted)
 
 
 def layer_weights(conv_weight: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <memory>
 
+#include "guessed_slots.h"
 #include "thread_parallel.h"
 
 namespace w4a8::test {
@@ -11,35 +12,37 @@ namespace {
 
 // The slots of both states, 0xff where nobody has written.
 struct States {
-  explicit States(const DeltaProblem& p)
-      : rows(p.layer.width - 1),
+  States(const DeltaProblem& p, const GuessedSlots& slots)
+      : rows(slots.rows(p.layer.width)),
         row_stride(p.transposed ? 1 : p.layer.channels() + p.pad),
         channel_stride(p.transposed ? rows + p.pad : 1),
         conv_slot(p.transposed ? p.layer.channels() * channel_stride : rows * row_stride),
         key_stride(p.layer.value_size + p.pad),
         head_stride(p.layer.key_size * key_stride),
         slot_stride(p.layer.value_heads() * head_stride),
-        conv(p.slots() * conv_slot * dtype_bytes(p.conv_dtype), p.guard),
-        state(p.slots() * slot_stride, p.guard) {
+        conv(slots.count() * conv_slot * dtype_bytes(p.conv_dtype), p.guard),
+        state(slots.count() * slot_stride, p.guard) {
     for (std::size_t b = 0; b < p.sequences.size(); ++b) {
       if (p.fresh[b]) continue;
       each(
-          p, b, p.before[b], [&](float& to, float x) { to = x; },
+          p, slots, static_cast<int64_t>(b), 0, p.before[b], [&](float& to, float x) { to = x; },
           [&](int64_t at, float x) { put(conv.data(), at, x, p.conv_dtype); });
     }
   }
-  // Every number of a sequence, where it is and what it is to be.
+  // Every number of a sequence behind token t of a call, where it is and what it is to be.
   template <class OfState, class OfConv>
-  void each(const DeltaProblem& p, std::size_t b, const DeltaSequence& is, OfState of_state, OfConv of_conv) {
+  void each(const DeltaProblem& p, const GuessedSlots& slots, int64_t b, int64_t t, const DeltaSequence& is,
+            OfState of_state, OfConv of_conv) {
     const DeltaLayer& l = p.layer;
     for (int64_t i = 0; i < l.past(); ++i) {
-      const int64_t at = p.slot(b) * conv_slot + i / l.channels() * row_stride + i % l.channels() * channel_stride;
+      const int64_t at =
+          slots.at(b, 0) * conv_slot + (t + i / l.channels()) * row_stride + i % l.channels() * channel_stride;
       of_conv(at, is.past[static_cast<std::size_t>(i)]);
     }
     for (int64_t i = 0; i < l.states(); ++i) {
       const int64_t row = i / l.value_size;
-      const int64_t at =
-          p.slot(b) * slot_stride + row / l.key_size * head_stride + row % l.key_size * key_stride + i % l.value_size;
+      const int64_t at = slots.at(b, t) * slot_stride + row / l.key_size * head_stride + row % l.key_size * key_stride +
+                         i % l.value_size;
       of_state(state[at], is.state[static_cast<std::size_t>(i)]);
     }
   }
@@ -58,7 +61,8 @@ struct States {
 
 std::string difference(const DeltaProblem& p, const Kernel& kernel, int workers) {
   const DeltaLayer& l = p.layer;
-  States states(p);
+  GuessedSlots where(p.calls, p.sequences.size(), p.guesses);
+  States states(p, where);
   // What is not a number of a sequence stays as it is.
   std::vector<uint8_t> others(states.conv.data(), states.conv.data() + states.conv.size());
   std::vector<float> other_states(states.state.data(), states.state.data() + states.state.size());
@@ -76,7 +80,7 @@ std::string difference(const DeltaProblem& p, const Kernel& kernel, int workers)
   layer.norm_eps = l.norm_eps;
   layer.sigmoid_gate = l.sigmoid_gate;
   std::vector<int32_t> slots;
-  for (std::size_t b = 0; b < p.sequences.size(); ++b) slots.push_back(p.slot(b));
+  for (int64_t b = 0; b < std::ssize(p.sequences); ++b) slots.push_back(where.at(b, 0));
   const GuardedBuffer<float> weight(l.weight, p.guard);
   ThreadParallel parallel(workers);
   for (const std::vector<int64_t>& counts : p.calls) {
@@ -89,19 +93,24 @@ std::string difference(const DeltaProblem& p, const Kernel& kernel, int workers)
     std::vector<int32_t> starts = {0};
     const std::unique_ptr<bool[]> fresh(new bool[p.sequences.size()]);
     std::vector<float> wanted;
+    std::vector<std::vector<DeltaSequence>> left(p.sequences.size());  // behind each token that leaves a state
     for (std::size_t b = 0; b < p.sequences.size(); ++b) {
       fresh[b] = p.fresh[b] && done[b] == 0;
-      for (int64_t t = 0; t < counts[b]; ++t) {
-        const DeltaToken& token = p.sequences[b][done[b]++];
+      DeltaSequence now = expected[b];
+      for (int64_t t = 0; t < counts[b] + (counts[b] > 0 ? std::max<int64_t>(0, p.guesses) : 0); ++t) {
+        const DeltaToken& token = t < counts[b] ? p.sequences[b][done[b]++] : p.sequences[b][0];
         rows.push_back(&token.row);
         gates.push_back(&token.gates);
         betas.push_back(&token.betas);
         decays.push_back(&token.decays);
         DeltaToken rounded = token;
         rounded.row = held(token.row, p.conv_dtype);
-        const std::vector<float> out = expected[b].append(l, rounded);
+        const std::vector<float> out = now.append(l, rounded);
         wanted.insert(wanted.end(), out.begin(), out.end());
+        if (t < counts[b]) expected[b] = now;
+        if (p.guesses >= 0) left[b].push_back(now);
       }
+      if (left[b].empty()) left[b].push_back(now);
       starts.push_back(static_cast<int32_t>(rows.size()));
     }
     const StridedRows of_rows(rows, l.channels(), p.dtype, p.pad, p.guard);
@@ -110,7 +119,8 @@ std::string difference(const DeltaProblem& p, const Kernel& kernel, int workers)
     const StridedRows of_decays(decays, l.decays(), p.dtype, p.pad, p.guard);
     GuardedBuffer<uint8_t> out(std::ssize(wanted) * dtype_bytes(p.dtype), p.guard);
     GatedDeltaCall call = {};
-    call.sequences = {std::ssize(slots), starts.data(), slots.data(), fresh.get()};
+    call.sequences = {std::ssize(slots), starts.data(), slots.data(),         fresh.get(),
+                      where.out_slots(), where.each,    where.accepted.data()};
     call.convolution = {of_rows.rows(),
                         weight.data(),
                         l.channels(),
@@ -145,18 +155,21 @@ std::string difference(const DeltaProblem& p, const Kernel& kernel, int workers)
         wrong = what + name + " of sequence " + std::to_string(b) + " has " + std::to_string(got) + " instead of " +
                 std::to_string(want);
       };
-      states.each(
-          p, b, expected[b],
-          [&](float& at, float x) {
-            note("the state", at, x);
-            other_states[static_cast<std::size_t>(&at - states.state.data())] = at;
-          },
-          [&](int64_t at, float x) {
-            note("the convolution's state", float_at(states.conv.data(), at, p.conv_dtype), x);
-            std::memcpy(others.data() + at * dtype_bytes(p.conv_dtype),
-                        states.conv.data() + at * dtype_bytes(p.conv_dtype),
-                        static_cast<std::size_t>(dtype_bytes(p.conv_dtype)));
-          });
+      for (std::size_t t = 0; t < left[b].size() && (p.guesses < 0 || counts[b] > 0); ++t) {
+        states.each(
+            p, where, static_cast<int64_t>(b), static_cast<int64_t>(t), left[b][t],
+            [&](float& at, float x) {
+              note("the state", at, x);
+              other_states[static_cast<std::size_t>(&at - states.state.data())] = at;
+            },
+            [&](int64_t at, float x) {
+              note("the convolution's state", float_at(states.conv.data(), at, p.conv_dtype), x);
+              std::memcpy(others.data() + at * dtype_bytes(p.conv_dtype),
+                          states.conv.data() + at * dtype_bytes(p.conv_dtype),
+                          static_cast<std::size_t>(dtype_bytes(p.conv_dtype)));
+            });
+      }
+      if (p.guesses >= 0 && counts[b] > 0) where.accepted[b] = static_cast<int32_t>(counts[b]);
     }
     if (!wrong.empty()) return wrong;
     if (std::memcmp(others.data(), states.conv.data(), others.size()) != 0 ||

@@ -22,10 +22,7 @@ struct DeltaProblem {
   std::vector<DeltaSequence> before = {};               // what is in the slots; of a fresh sequence NaN
   std::vector<bool> fresh = {};
   std::vector<std::vector<int64_t>> calls = {};  // how many tokens of each sequence
-
-  int64_t slots() const { return static_cast<int64_t>(sequences.size()) + 1; }
-  // The slot of a sequence: the last ones first, and nobody has slot 0.
-  int32_t slot(std::size_t b) const { return static_cast<int32_t>(sequences.size() - b); }
+  int64_t guesses = -1;                          // wrong tokens behind those of a call, which it takes back; -1: none
 };
 
 /// Fills weights, tokens and states by `floats(count, spread)`: `lengths` tokens of each sequence.

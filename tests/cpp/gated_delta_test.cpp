@@ -85,6 +85,25 @@ TEST_P(GatedDeltaTest, CutsAndWorkersChangeNoBit) {
   }
 }
 
+// Each token leaves a state, of which the next call takes one.
+TEST_P(GatedDeltaTest, GuessedTokens) {
+  W4A8_TRACE_SEED();
+  Rng rng(1104);
+  for (const int64_t width : {2, 4, 8}) {
+    for (const int64_t guesses : {0, 1, 3}) {
+      check(rng,
+            {.layer = {.key_heads = 2, .key_size = 64, .value_size = 80, .width = width, .of_channels = width == 2},
+             .conv_dtype = DType::kBFloat16,
+             .pad = 3,
+             .transposed = width == 8,
+             .fresh = {true, false},
+             .calls = {{1, 1}, {4, 1}, {1, 0}, {2, 66}, {0, 3}, {1, 1}},
+             .guesses = guesses},
+            {9, 72}, guesses == 1 ? 3 : 1);
+    }
+  }
+}
+
 W4A8_FOR_ALL_KERNELS(GatedDeltaTest);
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <memory>
 
+#include "guessed_slots.h"
 #include "thread_parallel.h"
 
 namespace w4a8::test {
@@ -50,27 +51,29 @@ std::vector<float> append(const ScanProblem& p, ScanProblem::State& is, const Sc
   return out;
 }
 
-// The slots of both states, the sequences in reverse order and slot 0 unused; 0xff where nobody has written.
+// The slots of both states, 0xff where nobody has written.
 struct States {
-  explicit States(const ScanProblem& p)
+  States(const ScanProblem& p, const GuessedSlots& slots)
       : row_stride(p.rows() + p.pad),
-        conv_slot((p.width - 1) * row_stride),
+        conv_slot(slots.rows(p.width) * row_stride),
         channel_stride(p.state_size + p.pad),
         head_stride(p.channels * channel_stride),
         slot_stride(p.heads * head_stride),
-        conv((std::ssize(p.fresh) + 1) * conv_slot * dtype_bytes(p.conv_dtype), p.guard),
-        state((std::ssize(p.fresh) + 1) * slot_stride, p.guard) {
+        conv(slots.count() * conv_slot * dtype_bytes(p.conv_dtype), p.guard),
+        state(slots.count() * slot_stride, p.guard) {
     for (int64_t b = 0; b < std::ssize(p.fresh); ++b) {
-      if (!p.fresh[at(b)]) write(p, b, p.before[at(b)], conv.data(), state.data());
+      if (!p.fresh[at(b)]) write(p, slots, b, 0, p.before[at(b)], conv.data(), state.data());
     }
   }
-  void write(const ScanProblem& p, int64_t b, const ScanProblem::State& is, uint8_t* to_conv, float* to_state) const {
-    const int64_t slot = std::ssize(p.fresh) - b;
+  // What is behind token t of a call.
+  void write(const ScanProblem& p, const GuessedSlots& slots, int64_t b, int64_t t, const ScanProblem::State& is,
+             uint8_t* to_conv, float* to_state) const {
     for (int64_t i = 0; i < std::ssize(is.past); ++i) {
-      put(to_conv, slot * conv_slot + i / p.rows() * row_stride + i % p.rows(), is.past[at(i)], p.conv_dtype);
+      put(to_conv, slots.at(b, 0) * conv_slot + (t + i / p.rows()) * row_stride + i % p.rows(), is.past[at(i)],
+          p.conv_dtype);
     }
     for (int64_t i = 0; i < std::ssize(is.state); ++i) {
-      to_state[slot * slot_stride + i / p.state_size * channel_stride + i % p.state_size] = is.state[at(i)];
+      to_state[slots.at(b, t) * slot_stride + i / p.state_size * channel_stride + i % p.state_size] = is.state[at(i)];
     }
   }
   int64_t row_stride, conv_slot, channel_stride, head_stride, slot_stride;
@@ -81,7 +84,8 @@ struct States {
 }  // namespace
 
 std::string difference(const ScanProblem& p, const Kernel& kernel, int workers) {
-  States states(p);
+  GuessedSlots where(p.calls, p.sequences.size(), p.guesses);
+  States states(p, where);
   std::vector<ScanProblem::State> expected = p.before;
   std::vector<std::size_t> done(p.sequences.size());
   StateSpaceLayer layer = {};
@@ -97,7 +101,7 @@ std::string difference(const ScanProblem& p, const Kernel& kernel, int workers) 
   layer.norm_eps = p.norm_eps;
   layer.norm_first = p.norm_first;
   std::vector<int32_t> slots;
-  for (int64_t b = 0; b < std::ssize(p.fresh); ++b) slots.push_back(static_cast<int32_t>(std::ssize(p.fresh) - b));
+  for (int64_t b = 0; b < std::ssize(p.fresh); ++b) slots.push_back(where.at(b, 0));
   const GuardedBuffer<float> weight(p.weight, p.guard);
   const GuardedBuffer<float> bias(p.bias, p.guard);
   ThreadParallel parallel(workers);
@@ -113,23 +117,30 @@ std::string difference(const ScanProblem& p, const Kernel& kernel, int workers) 
     std::vector<float> state(states.state.data(), states.state.data() + states.state.size());
     for (std::size_t b = 0; b < p.sequences.size(); ++b) {
       fresh[b] = p.fresh[b] && done[b] == 0;
-      for (int64_t t = 0; t < counts[b]; ++t) {
-        const ScanProblem::Token& token = p.sequences[b][done[b]++];
+      ScanProblem::State now = expected[b];
+      const auto write = [&](int64_t t) {
+        states.write(p, where, static_cast<int64_t>(b), t, now, conv.data(), state.data());
+      };
+      for (int64_t t = 0; t < counts[b] + (counts[b] > 0 ? std::max<int64_t>(0, p.guesses) : 0); ++t) {
+        const ScanProblem::Token& token = t < counts[b] ? p.sequences[b][done[b]++] : p.sequences[b][0];
         rows.push_back(&token.row);
         gates.push_back(&token.gate);
         steps.push_back(&token.step);
-        const std::vector<float> out = append(p, expected[b], token, held(token.row, p.conv_dtype));
+        const std::vector<float> out = append(p, now, token, held(token.row, p.conv_dtype));
         wanted.insert(wanted.end(), out.begin(), out.end());
+        if (t < counts[b]) expected[b] = now;
+        if (p.guesses >= 0) write(t);
       }
       starts.push_back(static_cast<int32_t>(rows.size()));
-      if (counts[b] > 0) states.write(p, static_cast<int64_t>(b), expected[b], conv.data(), state.data());
+      if (p.guesses < 0 && counts[b] > 0) write(0);
     }
     const StridedRows of_rows(rows, p.rows(), p.dtype, p.pad, p.guard);
     const StridedRows of_gates(gates, p.out(), p.dtype, p.pad, p.guard);
     const StridedRows of_steps(steps, p.heads, p.dtype, p.pad, p.guard);
     GuardedBuffer<uint8_t> out(std::ssize(wanted) * dtype_bytes(p.dtype), p.guard);
     StateSpaceCall call = {};
-    call.sequences = {std::ssize(slots), starts.data(), slots.data(), fresh.get()};
+    call.sequences = {std::ssize(slots), starts.data(), slots.data(),         fresh.get(),
+                      where.out_slots(), where.each,    where.accepted.data()};
     call.convolution = {of_rows.rows(),
                         weight.data(),
                         p.rows(),
@@ -164,6 +175,9 @@ std::string difference(const ScanProblem& p, const Kernel& kernel, int workers) 
     }
     for (int64_t i = 0; i < std::ssize(state); ++i) {
       if (!same_number(states.state[i], state[at(i)])) return differs("the state", i, states.state[i], state[at(i)]);
+    }
+    for (std::size_t b = 0; b < counts.size() && p.guesses >= 0; ++b) {
+      if (counts[b] > 0) where.accepted[b] = static_cast<int32_t>(counts[b]);
     }
   }
   return "";

@@ -27,6 +27,7 @@ struct ScanProblem {
   Guard guard = Guard::kAfter;
   std::vector<bool> fresh = {};
   std::vector<std::vector<int64_t>> calls = {};  // how many tokens of each sequence
+  int64_t guesses = -1;                          // wrong tokens behind those of a call, which it takes back; -1: none
 
   struct Token {
     std::vector<float> row, gate, step;

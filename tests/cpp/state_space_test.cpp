@@ -75,6 +75,24 @@ TEST_P(StateSpaceTest, CutsAndWorkersChangeNoBit) {
   }
 }
 
+// Each token leaves a state, of which the next call takes one.
+TEST_P(StateSpaceTest, GuessedTokens) {
+  W4A8_TRACE_SEED();
+  Rng rng(1205);
+  for (const int64_t width : {2, 4, 8}) {
+    for (const int64_t guesses : {0, 1, 3}) {
+      check(rng,
+            {.width = width,
+             .conv_dtype = DType::kBFloat16,
+             .pad = 3,
+             .fresh = {true, false},
+             .calls = {{1, 1}, {4, 1}, {1, 0}, {2, 66}, {0, 3}, {1, 1}},
+             .guesses = guesses},
+            {9, 72}, guesses == 1 ? 3 : 1);
+    }
+  }
+}
+
 // LFM2: rows [tokens, 3, channels]; of two sequences the second one goes on.
 TEST_P(StateSpaceTest, ShortConvolution) {
   W4A8_TRACE_SEED();

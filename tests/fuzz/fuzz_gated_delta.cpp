@@ -21,6 +21,7 @@ test::DeltaProblem make_problem(Bytes& in) {
   p.pad = in.integer(0, 3);
   p.transposed = in.flag();
   draw_sequences(in, p.layer.states(), p);
+  p.guesses = in.integer(-1, 3);
   return p;
 }
 

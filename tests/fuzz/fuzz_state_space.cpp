@@ -22,6 +22,7 @@ test::ScanProblem make_problem(Bytes& in) {
   p.conv_dtype = in.pick(kRowTypes);
   p.pad = in.integer(0, 3);
   draw_sequences(in, p.out() * p.state_size, p);
+  p.guesses = in.integer(-1, 3);
   return p;
 }
 

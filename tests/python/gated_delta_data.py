@@ -46,6 +46,52 @@ def same_bits_of_kernels_and_threads(layer, inputs):
     return results[0][1]
 
 
+def part_of(inputs, begin, end):
+    """Some tokens."""
+    return {key: None if part is None else part[begin:end] for key, part in inputs.items()}
+
+
+def joined(*parts):
+    """Tokens one after another."""
+    return {key: None if parts[0][key] is None else torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+
+def same_bits_with_guesses(layer, drafts, dtype=None):
+    """Guessed tokens that are taken back leave nothing behind: asserts the bits of the right ones and of the states.
+
+    Beside them a sequence without guesses goes on token by token.
+    """
+    tokens, prompt = 40, 6
+    right, wrong, others = layer.inputs(tokens), layer.inputs(drafts, seed=8), layer.inputs(tokens, seed=9)
+    plain, beside = layer.states(1, dtype), layer.states(1, dtype)
+    expected, expected_others = (layer.call(given, states, [tokens], fresh=True) for given, states in
+                                 ((right, plain), (others, beside)))  # fmt: skip
+    states = layer.states(drafts + 3, dtype, drafts=drafts)
+    out_slots = torch.arange(1, drafts + 2, dtype=torch.int32).flip(0).repeat(2, 1)  # of the second ones not looked at
+    where = {"slots": [drafts + 1, drafts + 2], "out_slots": out_slots}
+    given = joined(part_of(right, 0, prompt), part_of(others, 0, 1))
+    first = {"fresh": True, "accepted": torch.zeros(2, dtype=torch.int32)}
+    outs = [layer.call(given, states, [prompt, 1], **first, **where)[:prompt]]
+    generator, at, accepted, steps = torch.Generator().manual_seed(0), prompt, 1, 1
+    while at < tokens:
+        most = min(drafts + 1, tokens - at)
+        take = torch.randint(1, most + 1, (), generator=generator).item()
+        guesses = torch.randint(0, drafts + 2 - take, (), generator=generator).item()
+        given = joined(part_of(right, at, at + take), part_of(wrong, 0, guesses), part_of(others, steps, steps + 1))
+        given_to = {"accepted": torch.tensor([accepted, 0], dtype=torch.int32), **where}
+        out = layer.call(given, states, [take + guesses, 1], **given_to)
+        outs.append(out[:take])
+        assert_same_bits(out[-1], expected_others[steps])
+        at, accepted, steps = at + take, take, steps + 1
+    assert_same_bits(torch.cat(outs), expected)
+    rows = states["conv_state"][drafts + 1]
+    assert_same_bits(rows[accepted - 1 : accepted - 1 + layer.width - 1], plain["conv_state"][0])
+    if "state" in states:
+        assert_same_bits(states["state"][out_slots[0, accepted - 1]], plain["state"][0])
+    for part in states.values():
+        assert part[0].isnan().all()
+
+
 @dataclass
 class Layer:
     """Weights of a layer: sizes small, in Qwen3.5's proportions unless said otherwise."""
@@ -81,11 +127,11 @@ class Layer:
             sizes["decay"] = (self.value_heads, self.key_size)
         return {name: torch.randn(tokens, *size, generator=g).to(self.dtype) for name, size in sizes.items()}
 
-    def states(self, slots, dtype=None, seed=None):
+    def states(self, slots, dtype=None, seed=None, drafts=0):
         state = slots, self.value_heads, self.key_size, self.value_size
-        return states_of((slots, self.width - 1, self.channels), state, dtype or self.dtype, seed)
+        return states_of((slots, self.width - 1 + drafts, self.channels), state, dtype or self.dtype, seed)
 
-    def arguments(self, inputs, states, lengths, slots=None, fresh=False):
+    def arguments(self, inputs, states, lengths, slots=None, fresh=False, **guesses):
         return {
             **inputs,
             **self.weights,
@@ -95,6 +141,7 @@ class Layer:
             "value_heads": self.value_heads,
             "norm_eps": self.norm_eps,
             "gate": self.gate,
+            **guesses,
         }
 
     def call(self, *args, **kwargs):

@@ -65,6 +65,11 @@ def op_samples():
         # Fresh, so that a second call computes the same.
         return op.default, layer.arguments(layer.inputs(5), layer.states(3), [4, 1], [2, 0], True)
 
+    def with_guesses(op, layer):
+        where = {"out_slots": torch.arange(6, dtype=torch.int32).view(2, 3)}
+        where["accepted"] = torch.tensor([1, 2], dtype=torch.int32)
+        return op.default, layer.arguments(layer.inputs(5), layer.states(6, drafts=2), [3, 2], None, True, **where)
+
     def of(matrix, **more):
         sizes = {"block_size": matrix.group, "in_features": 64, "out_features": 24}
         return {**more, "packed_weights": matrix.pack(), **sizes}
@@ -117,6 +122,9 @@ def op_samples():
         ),
         "state space": with_states(ops.state_space, StateSpace()),
         "short convolution": with_states(ops.short_conv, ShortConv(bias=True)),
+        "gated delta with guesses": with_guesses(ops.gated_delta, GatedDelta()),
+        "state space with guesses": with_guesses(ops.state_space, StateSpace()),
+        "short convolution with guesses": with_guesses(ops.short_conv, ShortConv()),
         "rounding": (rounded, to_round),
         "rounding of a stack": (rounded, stack_to_round),
     }

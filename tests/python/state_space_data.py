@@ -53,11 +53,11 @@ class StateSpace:
         inputs = {name: torch.randn(tokens, size, generator=g).to(self.dtype) for name, size in sizes.items()}
         return inputs if self.gated else {**inputs, "z": None}
 
-    def states(self, slots, dtype=None, seed=None):
+    def states(self, slots, dtype=None, seed=None, drafts=0):
         state = slots, self.heads, self.channels, self.state_size
-        return states_of((slots, self.width - 1, self.rows), state, dtype or self.dtype, seed)
+        return states_of((slots, self.width - 1 + drafts, self.rows), state, dtype or self.dtype, seed)
 
-    def arguments(self, inputs, states, lengths, slots=None, fresh=False):
+    def arguments(self, inputs, states, lengths, slots=None, fresh=False, **guesses):
         return {
             **inputs,
             **self.weights,
@@ -67,6 +67,7 @@ class StateSpace:
             "norm_eps": self.norm_eps,
             "norm_groups": self.norm_groups,
             "norm_first": self.norm_first,
+            **guesses,
         }
 
     def call(self, *args, **kwargs):
@@ -123,15 +124,15 @@ class ShortConv:
         g = torch.Generator().manual_seed(seed)
         return {"bcx": torch.randn(tokens, 3 * self.channels, generator=g).to(self.dtype)}
 
-    def states(self, slots, dtype=None, seed=None):
+    def states(self, slots, dtype=None, seed=None, drafts=0):
         """Of NaN, which fresh sequences must not see; random ones with a seed."""
-        conv = torch.full((slots, self.width - 1, self.channels), torch.nan)
+        conv = torch.full((slots, self.width - 1 + drafts, self.channels), torch.nan)
         if seed is not None:
             conv = torch.randn(conv.shape, generator=torch.Generator().manual_seed(seed))
         return {"conv_state": conv.to(dtype or self.dtype)}
 
-    def arguments(self, inputs, states, lengths, slots=None, fresh=False):
-        return {**inputs, **self.weights, **states, **sequence_arguments(lengths, slots, fresh)}
+    def arguments(self, inputs, states, lengths, slots=None, fresh=False, **guesses):
+        return {**inputs, **self.weights, **states, **sequence_arguments(lengths, slots, fresh), **guesses}
 
     def call(self, *args, **kwargs):
         return w4a8.short_conv(**self.arguments(*args, **kwargs))

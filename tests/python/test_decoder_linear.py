@@ -261,6 +261,24 @@ def test_a_sequence_without_tokens_keeps_its_states():
     assert_same_bits(model.step(x[7:], [5, 4], [0, 2]), expected[7:])
 
 
+def test_guessed_tokens_change_no_bit():
+    """A prompt, then steps with wrong tokens behind the right ones."""
+    model, x, wrong = Model(MIXED), torch.randn(12, HIDDEN), torch.randn(2, HIDDEN)
+    expected = model.one_by_one(x, [12])
+    where = {"out_slots": [torch.tensor([[4, 2, 6]], dtype=torch.int32)], "slots": [torch.tensor([4]).int()]}
+    before = [each.conv_state for each in model.linear]
+    where["conv_states"] = [each.new_full((SLOTS, each.shape[1] + 2, each.shape[2]), torch.nan) for each in before]
+    at, accepted = 0, 0
+    for take, guesses in ((5, 0), (1, 2), (2, 1), (3, 0), (1, 1)):
+        length, new = [at + take + guesses], [take + guesses]
+        states = model.states(length, new, accepted=torch.tensor([accepted]).int(), **where)
+        given, at_once = torch.cat([x[at : at + take], wrong[:guesses]]), model.positions(length, new)
+        tables = model.tables(length, new)
+        got = model.decoder.step(given, at_once, model.caches, tables, [model.rope], states=states)
+        assert_same_bits(got[:take], expected[at : at + take])
+        at, accepted = at + take, take if accepted else 1
+
+
 def test_slots_of_each_layer():
     model, x = Model(MIXED), torch.randn(6, HIDDEN)
     expected = model.step(x, [6], [6])
@@ -339,6 +357,13 @@ def test_layers_refuse(change, message):
         ("fresh", torch.zeros(2).bool(), r"fresh has shape \[2\], expected \[1\]"),
         ("slots", [torch.tensor([7]).int()], r"slots of sequence 0 is 7, expected 0\.\.6, the slots of conv_states"),
         ("slots", [torch.tensor([0])], "slots has dtype Long"),
+        ("out_slots", [torch.zeros(1, 1).int()] * 2, "out_slots has 2 tensors, expected none, or 1, as many as slots"),
+        (
+            "out_slots",
+            [torch.zeros(1, 1).int()],
+            "accepted is not given, expected both out_slots and accepted or neither",
+        ),
+        ("accepted", torch.zeros(1).int(), "out_slots is not given, expected both out_slots and accepted or neither"),
         ("conv_states", [torch.zeros(SLOTS, 2, 256)], r"conv_states has shape \[7, 2, 256\], expected \[7, 3, 256\]"),
         ("conv_states", [torch.zeros(SLOTS, 3, 256).double()], "conv_states has dtype Double"),
         ("states", [torch.zeros(SLOTS, 6, 32, 16)], r"states has shape \[7, 6, 32, 16\], expected \[7, 6, 16, 32\]"),

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from common import DTYPES, KERNELS, assert_same_bits
-from gated_delta_data import Layer, same_bits_of_kernels_and_threads
+from gated_delta_data import Layer, same_bits_of_kernels_and_threads, same_bits_with_guesses
 
 import w4a8
 
@@ -73,6 +73,12 @@ def test_cuts_change_no_bit(name, cut):
     assert_same_bits(torch.cat(outs), expected)
     for key, part in parts.items():
         assert_same_bits(part, whole[key], key)
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 3, 7])
+@pytest.mark.parametrize("name", LAYERS)
+def test_guessed_tokens_change_no_bit(name, drafts):
+    same_bits_with_guesses(Layer(**LAYERS[name]), drafts, torch.bfloat16 if drafts == 3 else None)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -233,6 +239,15 @@ def test_nothing_to_do():
 
 
 ints = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)  # noqa: E731
+SLOTS = torch.arange(6, dtype=torch.int32).view(2, 3)
+
+
+def guessed(out_slots, **change):
+    """Two sequences with two guesses each."""
+    states = {"conv_state": torch.zeros(6, 5, 256), "state": torch.zeros(6, 4, 32, 32)}
+    return {"out_slots": out_slots, "accepted": ints(3, 1), **states, **change}
+
+
 REFUSED = [
     ({"qkv": torch.zeros(5, 256, dtype=torch.float64)}, "qkv has dtype Double, expected float32, bfloat16 or float16"),
     ({"qkv": torch.zeros(5, 2, 128)}, "qkv has shape [5, 2, 128], expected [tokens, channels]"),
@@ -267,6 +282,26 @@ REFUSED = [
     ({"slots": ints(-1, 1)}, "slots of sequence 0 is -1, expected 0..2, the slots of conv_state"),
     ({"slots": ints(1, 1)}, "slots has 1 twice, expected a slot of its own for each sequence"),
     ({"slots": ints(0)}, "query_start_loc has shape [3], expected [2]"),
+    ({"out_slots": ints(0, 1)[:, None]}, "accepted is not given, expected both out_slots and accepted or neither"),
+    ({"accepted": ints(1, 1)}, "out_slots is not given, expected both out_slots and accepted or neither"),
+    (guessed(torch.zeros(2, 3).long()), "out_slots has dtype Long, expected int32"),
+    (guessed(ints(0, 1)), "out_slots has 1 dimensions, expected 2"),
+    (guessed(torch.zeros(3, 3).int()), "out_slots has shape [3, 3], expected [2, 1 + drafts]"),
+    (guessed(torch.zeros(2, 0).int()), "out_slots has shape [2, 0], expected [2, 1 + drafts]"),
+    (guessed(SLOTS, accepted=ints(1)), "accepted has shape [1], expected [2]"),
+    (guessed(SLOTS, conv_state=torch.zeros(6, 3, 256)), "conv_state has shape [6, 3, 256], expected [6, 5, 256]"),
+    (guessed(SLOTS, accepted=ints(1, 4)), "accepted of sequence 1 is 4, expected 0..3, the slots of a sequence in out"),
+    (guessed(SLOTS, accepted=ints(-1, 1)), "accepted of sequence 0 is -1, expected 0..3, the slots of a sequence in o"),
+    (
+        guessed(SLOTS[:, :2], accepted=ints(2, 1), conv_state=torch.zeros(6, 4, 256)),
+        "query_start_loc has 3 tokens of sequence 1, expected at most 2, its slots in out_slots",
+    ),
+    (guessed(SLOTS + 1), "out_slots of sequence 1 is 6, expected 0..5, the slots of conv_state"),
+    (guessed(SLOTS % 5), "slots and out_slots have 0 twice, expected a slot of its own for each sequence and token"),
+    (
+        guessed(SLOTS, accepted=ints(0, 1), slots=ints(4, 0)),
+        "slots and out_slots have 4 twice, expected a slot of its own for each sequence and token",
+    ),
     ({"query_start_loc": ints(1, 2, 5)}, "query_start_loc begins with 1, expected 0"),
     ({"query_start_loc": ints(0, 2, 4)}, "query_start_loc ends with 4, expected 5, the number of tokens"),
     ({"query_start_loc": ints(0, 6, 5)}, "query_start_loc falls from 6 to 5 at sequence 1, expected ascending numbers"),
@@ -300,12 +335,13 @@ def test_refuses(change, message):
         assert_same_bits(part, before[key])
 
 
-@pytest.mark.parametrize("name", ["slots", "query_start_loc", "fresh"])
+@pytest.mark.parametrize("name", ["slots", "query_start_loc", "fresh", "out_slots", "accepted"])
 def test_numbers_in_the_memory_that_is_written(name):
     layer = Layer()
-    given = layer.arguments(layer.inputs(5), layer.states(3, seed=1), [2, 3])
-    memory = given["state"].view(-1)[:4].view(given[name].dtype)
-    given[name] = memory[: len(given[name])].copy_(given[name])
+    guesses = {"out_slots": SLOTS, "accepted": ints(3, 1)}
+    given = layer.arguments(layer.inputs(5), layer.states(6, seed=1, drafts=2), [2, 3], **guesses)
+    memory = given["state"].view(-1)[:8].view(given[name].dtype)
+    given[name] = memory[: given[name].numel()].copy_(given[name].flatten()).view(given[name].shape)
     with pytest.raises(RuntimeError, match=f"{name} lies in the memory of state, which is written, expected other mem"):
         w4a8.gated_delta(**given)
 

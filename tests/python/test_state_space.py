@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from common import DTYPES, assert_same_bits
-from gated_delta_data import same_bits_of_kernels_and_threads
+from gated_delta_data import part_of, same_bits_of_kernels_and_threads, same_bits_with_guesses
 from state_space_data import ShortConv, StateSpace
 
 import w4a8
@@ -38,10 +38,6 @@ def make(name, **more):
 def off(x, exact):
     """The largest error, of the largest number."""
     return ((x.double() - exact).abs().max() / exact.abs().max()).item()
-
-
-def part_of(inputs, begin, end):
-    return {key: None if part is None else part[begin:end] for key, part in inputs.items()}
 
 
 def check(layer, tokens, **before):
@@ -85,6 +81,12 @@ def test_cuts_change_no_bit(name, cut):
     assert_same_bits(torch.cat(outs), expected)
     for key, part in parts.items():
         assert_same_bits(part, whole[key], key)
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 3, 7])
+@pytest.mark.parametrize("name", LAYERS)
+def test_guessed_tokens_change_no_bit(name, drafts):
+    same_bits_with_guesses(make(name), drafts, torch.bfloat16 if drafts == 3 else None)
 
 
 def test_a_call_that_is_cut():
@@ -217,6 +219,12 @@ REFUSED = [
         {"conv_state": torch.zeros(1, 2, 48).expand(3, -1, -1)},
         "conv_state has stride 0 in dimension 0, expecte",
     ),
+    (
+        "LFM2",
+        {"out_slots": torch.zeros(2, 1).int(), "accepted": torch.zeros(2)},
+        "accepted has dtype Float, expected int32",
+    ),
+    ("Nemotron-3", {"accepted": torch.zeros(2).int()}, "out_slots is not given, expected both out_slots and accepted"),
     ("LFM2", {"fresh": torch.zeros(2)}, "fresh has dtype Float, expected bool"),
 ]
 

@@ -37,6 +37,10 @@ float float_of(const ActivationRows& rows, int64_t row, int64_t i) {
   return float_at(element(rows.data, row * rows.stride + i, rows.dtype), rows.dtype);
 }
 
+int64_t Convolution::state_at(const StateSequences& sequences, int64_t b, int64_t row, int64_t channel) const {
+  return sequences.row_slot(b) * state.slot_stride + row * state.row_stride + channel * state.channel_stride;
+}
+
 void Convolution::load_past(const StateSequences& sequences, int64_t b, int64_t channel, int64_t channels,
                             float* past) const {
   if (sequences.fresh[b]) {
@@ -44,7 +48,7 @@ void Convolution::load_past(const StateSequences& sequences, int64_t b, int64_t 
     return;
   }
   for (int64_t w = 0; w < width - 1; ++w, past += channels) {
-    const int64_t at = sequences.slots[b] * state.slot_stride + w * state.row_stride + channel * state.channel_stride;
+    const int64_t at = state_at(sequences, b, sequences.first_row(b) + w, channel);
     if (state.channel_stride == 1) {
       load_floats(element(state.data, at, state.dtype), state.dtype, channels, past);
     } else {
@@ -88,14 +92,14 @@ void Convolution::run(const Kernel& kernel, const StateSequences& sequences, int
 
 void Convolution::keep(const Kernel& kernel, const StateSequences& sequences, int64_t b, int64_t channel,
                        int64_t channels, const ConvolutionBuffers& own) const {
-  if (sequences.tokens(b) < width - 1) load_past(sequences, b, channel, channels, own.past);
+  const int64_t first = sequences.guesses(b) ? 2 - width : sequences.tokens(b) - (width - 1);
+  if (first < 0) load_past(sequences, b, channel, channels, own.past);
   auto* const data = static_cast<uint8_t*>(state.data);
   const int64_t bytes = dtype_bytes(state.dtype);
-  for (int64_t w = 0; w < width - 1; ++w) {
-    const int64_t token = sequences.tokens(b) - (width - 1) + w;
+  for (int64_t token = first; token < sequences.tokens(b); ++token) {
     const float* from = token < 0 ? own.past + (token + width - 1) * channels
                                   : row(kernel, sequences.starts[b] + token, channel, channels, own.rows, own.stored);
-    const int64_t at = sequences.slots[b] * state.slot_stride + w * state.row_stride + channel * state.channel_stride;
+    const int64_t at = state_at(sequences, b, token - first, channel);
     if (state.channel_stride == 1) {
       kernel.store_row(from, channels, state.dtype, data + at * bytes);
       continue;

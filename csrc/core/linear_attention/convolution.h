@@ -25,12 +25,29 @@ struct StateSequences {
   const int32_t* starts;  ///< [count + 1] the tokens of sequence b in this call are starts[b]..starts[b + 1]
   const int32_t* slots;   ///< [count] the slot of its state. No two sequences with tokens have the same
   const bool* fresh;      ///< [count] whether the sequence begins here: what the slot holds counts as zeros
+  /// [count, out_stride] slots of sequences with guessed tokens: the state behind their token t goes to slot t of them.
+  /// Null: there are none.
+  const int32_t* out_slots = nullptr;
+  int64_t out_stride = 0;
+  /// [count] with out_slots: so many tokens of the sequence's last call are right. 0: it has no guesses, and a slot in
+  /// `slots`.
+  const int32_t* accepted = nullptr;
 
   int64_t tokens() const { return starts[count]; }
   int64_t tokens(int64_t b) const { return int64_t{starts[b + 1]} - starts[b]; }
+  bool guesses(int64_t b) const { return out_slots != nullptr && accepted[b] > 0; }
+  /// Where the state in front of token t of this call is, and the one behind it.
+  int32_t slot_before(int64_t b, int64_t t) const {
+    return guesses(b) ? out_slots[b * out_stride + (t > 0 ? t : accepted[b]) - 1] : slots[b];
+  }
+  int32_t slot_behind(int64_t b, int64_t t) const { return guesses(b) ? out_slots[b * out_stride + t] : slots[b]; }
+  /// The rows of a convolution are in one slot, and those in front of this call begin at this row.
+  int32_t row_slot(int64_t b) const { return slot_behind(b, 0); }
+  int64_t first_row(int64_t b) const { return guesses(b) ? accepted[b] - 1 : 0; }
 };
 
-/// The last width - 1 rows of each sequence, [slots, width - 1, channels], strides in elements.
+/// The last width - 1 rows of each sequence, [slots, width - 1, channels], strides in elements. With out_slots
+/// [slots, width - 2 + out_stride, channels]: row by row, the width - 2 rows in front of the last call, and its own.
 struct ConvolutionState {
   void* data;
   DType dtype;
@@ -67,12 +84,13 @@ struct Convolution {
   /// `first` of this call on: out [count, channels].
   void run(const Kernel& kernel, const StateSequences& sequences, int64_t b, int64_t first, int64_t count,
            int64_t channel, int64_t channels, const ConvolutionBuffers& own, float* out) const;
-  /// The last rows of the sequence become the state of these channels. No `run` of them that begins before token
-  /// width - 1 may follow.
+  /// The last rows of the sequence, or with guesses all, become the state of these channels. No `run` of them that
+  /// begins before token width - 1 may follow.
   void keep(const Kernel& kernel, const StateSequences& sequences, int64_t b, int64_t channel, int64_t channels,
             const ConvolutionBuffers& own) const;
 
  private:
+  int64_t state_at(const StateSequences& sequences, int64_t b, int64_t row, int64_t channel) const;
   // Rows of the state that lie `width - 1` to 1 tokens back.
   void load_past(const StateSequences& sequences, int64_t b, int64_t channel, int64_t channels, float* past) const;
   const float* row(const Kernel& kernel, int64_t token, int64_t channel, int64_t channels, float* buffer,

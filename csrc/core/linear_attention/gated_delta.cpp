@@ -166,34 +166,52 @@ class GatedDelta {
     tile.tokens = count;
     tile.key_size = layer_.key_size;
     tile.out_stride = out_stride;
-    float* const state = call_.state + sequences_.slots[task.sequence] * call_.slot_stride + h * call_.head_stride;
-    const bool fresh = first == 0 && sequences_.fresh[task.sequence];
     for (int64_t c = columns.begin; c < columns.end; c += kTileColumns) {
       tile.columns = std::min(kTileColumns, columns.end - c);
       tile.values = own.values + c - columns.begin;
       tile.out = out + c;
-      run_tile(tile, state + c, fresh, own.tile);
+      run_tile(tile, task.sequence, first, h * call_.head_stride + c, own.tile);
     }
     for (int64_t t = 0; t < count && !waits; ++t) finish_row(token + t, h, own.out + t * size, own);
   }
 
-  // Rows of a state are so far apart that a first-level cache has no place for all of them at once: some tokens are
-  // worked off in a copy.
-  void run_tile(DeltaTile& tile, float* state, bool fresh, float* copy) const {
+  // Tokens of sequence b from `first` on, the columns of a head from `at` on. With guesses one by one, since each
+  // leaves its state in a slot of its own.
+  void run_tile(const DeltaTile& all, int64_t b, int64_t first, int64_t at, float* copy) const {
+    const int64_t step = sequences_.guesses(b) ? 1 : all.tokens;
+    for (int64_t t = 0; t < all.tokens; t += step) {
+      DeltaTile tile = all;
+      tile.tokens = step;
+      tile.queries += t * all.key_size;
+      tile.keys += t * all.key_size;
+      tile.values += t * all.values_stride;
+      tile.betas += t;
+      tile.decays += t * (all.of_channels ? all.key_size : 1);
+      tile.out += t * all.out_stride;
+      const bool fresh = first + t == 0 && sequences_.fresh[b];
+      const float* const from = call_.state + sequences_.slot_before(b, first + t) * call_.slot_stride + at;
+      float* const to = call_.state + sequences_.slot_behind(b, first + t) * call_.slot_stride + at;
+      run_tokens(tile, fresh ? nullptr : from, to, copy);
+    }
+  }
+
+  // From one state (null: zeros) to another, which may be the same. Rows of a state are so far apart that a first-level
+  // cache has no place for all of them at once: some tokens are worked off in a copy.
+  void run_tokens(DeltaTile& tile, const float* from, float* to, float* copy) const {
     const bool in_place = tile.tokens == 1;
-    tile.state = in_place ? state : copy;
+    tile.state = in_place ? to : copy;
     tile.state_stride = in_place ? call_.key_stride : tile.columns;
     for (int64_t i = 0; i < tile.key_size; ++i) {
-      float* const to = tile.state + i * tile.state_stride;
-      if (fresh) {
-        std::fill_n(to, tile.columns, 0.0f);
-      } else if (!in_place) {
-        std::copy_n(state + i * call_.key_stride, tile.columns, to);
+      float* const row = tile.state + i * tile.state_stride;
+      if (from == nullptr) {
+        std::fill_n(row, tile.columns, 0.0f);
+      } else if (tile.state != from) {
+        std::copy_n(from + i * call_.key_stride, tile.columns, row);
       }
     }
     functions_.delta(tile);
     for (int64_t i = 0; i < tile.key_size && !in_place; ++i) {
-      std::copy_n(copy + i * tile.columns, tile.columns, state + i * call_.key_stride);
+      std::copy_n(copy + i * tile.columns, tile.columns, to + i * call_.key_stride);
     }
   }
 

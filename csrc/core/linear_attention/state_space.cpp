@@ -164,25 +164,42 @@ class StateSpace {
     }
     functions_.decays(own.steps, layer_.rates[h], padded, own.decays);
     functions_.softplus(own.steps, padded, own.steps);
-    float* const state = call_.state + sequences_.slots[b] * call_.slot_stride + h * call_.head_stride;
-    for (int64_t i = 0; i < layer_.channels && first == 0 && sequences_.fresh[b]; ++i) {
-      std::fill_n(state + i * call_.channel_stride, layer_.state_size, 0.0f);
+    // With guesses one by one, since each token leaves its state in a slot of its own.
+    const int64_t step = sequences_.guesses(b) ? 1 : count;
+    for (int64_t t = 0; t < count; t += step) {
+      ScanTile tile = {};
+      tile.x = own.x + t * layer_.channels;
+      tile.b = own.b + t * layer_.state_size;
+      tile.c = own.c + t * layer_.state_size;
+      tile.steps = own.steps + t;
+      tile.decays = own.decays + t;
+      tile.skip = layer_.skips[h];
+      tile.tokens = step;
+      tile.channels = layer_.channels;
+      tile.state_size = layer_.state_size;
+      tile.state = begin_state(h, b, first + t);
+      tile.state_stride = call_.channel_stride;
+      tile.out = out + t * layer_.width();
+      tile.out_stride = layer_.width();
+      functions_.scan(tile);
     }
-    ScanTile tile = {};
-    tile.x = own.x;
-    tile.b = own.b;
-    tile.c = own.c;
-    tile.steps = own.steps;
-    tile.decays = own.decays;
-    tile.skip = layer_.skips[h];
-    tile.tokens = count;
-    tile.channels = layer_.channels;
-    tile.state_size = layer_.state_size;
-    tile.state = state;
-    tile.state_stride = call_.channel_stride;
-    tile.out = out;
-    tile.out_stride = layer_.width();
-    functions_.scan(tile);
+  }
+
+  // The state in front of token t, where the one behind it is to be.
+  float* begin_state(int64_t h, int64_t b, int64_t t) const {
+    const int64_t at = h * call_.head_stride;
+    const float* const from = call_.state + sequences_.slot_before(b, t) * call_.slot_stride + at;
+    float* const to = call_.state + sequences_.slot_behind(b, t) * call_.slot_stride + at;
+    const bool fresh = t == 0 && sequences_.fresh[b];
+    for (int64_t i = 0; i < layer_.channels && (fresh || from != to); ++i) {
+      float* const row = to + i * call_.channel_stride;
+      if (fresh) {
+        std::fill_n(row, layer_.state_size, 0.0f);
+      } else {
+        std::copy_n(from + i * call_.channel_stride, layer_.state_size, row);
+      }
+    }
+    return to;
   }
 
   // Gate and norm of whole rows.
