@@ -67,13 +67,14 @@ def step(lengths=LENGTHS, had_past=(True, True, False, True), slots=(4, 1, 5, 2)
     return GDNAttentionMetadata(*counts, **given | others)
 
 
-def guesses():
-    """Two sequences with two guesses each, of which one and three tokens of the last step were taken."""
+def guesses(lengths=(3, 3), accepted=(1, 3)):
+    """Sequences with up to two guesses each, and how many tokens of the last step were taken."""
+    count, total = len(lengths), sum(lengths)
     return GDNAttentionMetadata(
-        0, 0, 0, 0, 2, 6, 6, spec_query_start_loc=torch.tensor([0, 3, 6], dtype=torch.int32),
-        spec_state_indices_tensor=torch.arange(6, dtype=torch.int32).view(2, 3),
-        spec_sequence_masks=torch.ones(2, dtype=torch.bool),
-        num_accepted_tokens=torch.tensor([1, 3], dtype=torch.int32),
+        0, 0, 0, 0, count, total, total, spec_query_start_loc=torch.tensor([0, *lengths]).cumsum(0).int(),
+        spec_state_indices_tensor=torch.arange(3 * count, dtype=torch.int32).view(count, 3),
+        spec_sequence_masks=torch.ones(count, dtype=torch.bool),
+        num_accepted_tokens=torch.tensor(accepted, dtype=torch.int32),
     )  # fmt: skip
 
 
@@ -174,16 +175,51 @@ def test_padding_and_warming_up(layer_of):
     assert not padded[TOKENS:].any()
 
 
-def test_guessed_tokens_are_vllms(layer_of):
-    """And a prompt before them is not; both have the same states."""
+def test_guessed_tokens_beside_vllms_own(layer_of):
+    """Behind a prompt, and behind other guesses."""
     layer = layer_of(guesses=GUESSES)
-    x = tokens(torch.bfloat16, TOKENS + 6)
-    prompts = step((71, 6), (False, False), (0, 3))
-    expected, alone = run(layer, [prompts, guesses()], x), run(layer, [guesses()], x[:6])
+    x = tokens(torch.bfloat16, TOKENS + 12)
+    steps = [step((71, 6), (False, False), (0, 3)), guesses(accepted=(1, 1)), guesses()]
+    expected = run(layer, steps, x)
     attach(layer)
-    assert all(map(torch.equal, run(layer, [guesses()], x[:6]), alone))
-    for ours, vllms in zip(run(layer, [prompts, guesses()], x), expected):
+    for ours, vllms in zip(run(layer, steps, x), expected):
         assert (ours - vllms).abs().max() < 0.02 * vllms.abs().max()
+
+
+@pytest.mark.parametrize("layout", ["SD", "DS"])
+def test_guessed_tokens_change_no_bit(layer_of, layout, monkeypatch):
+    """Steps with as many guesses as there are, or fewer, or none, and a prompt that begins between them; all but two
+    of the tokens of the first sequence are right."""
+    if layout == "DS":
+        monkeypatch.setattr(mamba_utils, "is_conv_state_dim_first", lambda: True)
+    layer, x = layer_of(torch.float32, guesses=GUESSES), tokens(torch.float32, 40)
+    if layout == "DS":
+        layer.kv_cache = (layer.kv_cache[0].transpose(1, 2).contiguous(), layer.kv_cache[1])
+    attach(layer)
+    first, second = list(range(17)), list(range(20, 40))
+    steps, order = [step((5, 4), (False, False), (0, 3))], first[:5] + second[:4]
+    order += [*first[5:6], 18, 19, *second[4:7]]
+    steps.append(guesses((3, 3), (1, 1)))
+    order += first[6:8] + second[7:8]
+    steps.append(guesses((2, 1), (1, 3)))
+    order += second[8:20] + first[8:11]  # the second one is a prompt here, in other pages
+    mixed = guesses((3,), (2,))
+    mixed.num_prefills, mixed.num_prefill_tokens, mixed.num_actual_tokens = 1, 12, 15
+    mixed.spec_sequence_masks = torch.tensor([False, True])
+    mixed.non_spec_query_start_loc = torch.tensor([0, 12], dtype=torch.int32)
+    mixed.non_spec_state_indices_tensor = torch.tensor([9], dtype=torch.int32)
+    mixed.has_initial_state = torch.tensor([False])
+    steps.append(mixed)
+    order += first[11:12]
+    steps.append(guesses((1,), (3,)))
+    out, _, state = run(layer, steps, x[order])
+    alone, _, expected = run(
+        layer, [step((12,), (False,), (0,)), step((12,), (False,), (9,))], x[first[:12] + second[8:]]
+    )
+    where = {token: i for i, token in enumerate(order)}
+    assert torch.equal(out[[where[token] for token in first[:12]]], alone[:12])
+    assert torch.equal(out[[where[token] for token in second[8:]]], alone[12:])
+    assert torch.equal(state[0], expected[0]) and torch.equal(state[9], expected[9])
 
 
 def changed(**attributes):

@@ -98,12 +98,11 @@ def core(qkv: torch.Tensor, z: torch.Tensor, ba: torch.Tensor, layer_name: str) 
     if context.attn_metadata is None:  # vLLM warms up
         return qkv.new_zeros(z.shape)
     layer, step = context.no_compile_layers[layer_name], context.attn_metadata[layer_name]
-    if step.spec_sequence_masks is not None:  # the state after each guess is kept
-        return _vllms_core(layer, qkv, z, ba)
-    sequences, tokens = step.num_decodes + step.num_prefills, step.num_decode_tokens + step.num_prefill_tokens
+    where = sequences_of(step)
+    tokens = int(where["query_start_loc"][-1])
     if tokens == 0:
         return qkv.new_zeros(z.shape)
-    conv_state, state = states_of(layer)
+    conv_state, state = states_of(layer, drafts_of(where))
     out = gated_delta(
         qkv[:tokens],
         z[:tokens],
@@ -111,9 +110,7 @@ def core(qkv: torch.Tensor, z: torch.Tensor, ba: torch.Tensor, layer_name: str) 
         **weights_of(layer),
         conv_state=conv_state,
         state=state,
-        slots=step.non_spec_state_indices_tensor[:sequences],
-        query_start_loc=step.non_spec_query_start_loc[: sequences + 1],
-        fresh=fresh_sequences(step),
+        **where,
         **numbers_of(layer),
     )
     return out if tokens == len(qkv) else torch.cat([out, out.new_zeros(len(qkv) - tokens, out.shape[1])])
@@ -147,11 +144,17 @@ def numbers_of(layer: Any) -> dict[str, Any]:
     }
 
 
-def states_of(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """conv_state and state of gated_delta: vLLM's pages. For guesses it has rows more of conv_state, at the end."""
+def states_of(layer: Any, drafts: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """conv_state and state of gated_delta: vLLM's pages. For guesses it has rows more of conv_state, at the end.
+
+    Args:
+        layer: vLLM's module.
+        drafts: the most guesses for a sequence of the step; 0: none has any.
+    """
     state = layer.kv_cache[1]
     slots, heads, value_size, key_size = state.shape
-    return conv_state_of(layer)[:, : layer.conv_kernel_size - 1], state.view(slots, heads, key_size, value_size)
+    rows = layer.conv_kernel_size - 1 + drafts
+    return conv_state_of(layer)[:, :rows], state.view(slots, heads, key_size, value_size)
 
 
 def conv_state_of(layer: Any) -> torch.Tensor:
@@ -171,18 +174,32 @@ def fresh_sequences(step: Any) -> torch.Tensor:
     return fresh
 
 
-def slots_of(step: Any, sequences: int) -> torch.Tensor:
-    """The slots of a step's sequences, int32 [sequences]. Decodes come before prompts."""
-    if hasattr(step, "non_spec_state_indices_tensor"):
-        return step.non_spec_state_indices_tensor[:sequences]
-    found = (step.state_indices_tensor_d, step.state_indices_tensor_p)
-    return torch.cat([each.flatten() for each in found if each is not None])[:sequences]
+def sequences_of(step: Any) -> dict[str, torch.Tensor]:
+    """Where the sequences of a step are, by vLLM's metadata for gated delta nets: arguments of gated_delta.
+
+    vLLM has the state behind each guess in a page of its own, and all rows of the convolution in the first of these.
+    """
+    guess = step.spec_sequence_masks
+    if guess is None:
+        fresh = fresh_sequences(step)
+        slots, starts = step.non_spec_state_indices_tensor, step.non_spec_query_start_loc
+        return {"slots": slots[: len(fresh)], "query_start_loc": starts[: len(fresh) + 1], "fresh": fresh}
+    count, guesses = len(guess), step.num_spec_decodes
+    slots, lengths, accepted = (torch.zeros(count, dtype=torch.int32) for _ in range(3))
+    fresh = torch.zeros(count, dtype=torch.bool)
+    out_slots = torch.zeros(count, step.spec_state_indices_tensor.shape[1], dtype=torch.int32)
+    lengths[guess] = step.spec_query_start_loc[: guesses + 1].diff()
+    accepted[guess] = step.num_accepted_tokens[:guesses]
+    out_slots[guess] = step.spec_state_indices_tensor[:guesses]
+    if step.non_spec_query_start_loc is not None:
+        slots[~guess] = step.non_spec_state_indices_tensor
+        lengths[~guess] = step.non_spec_query_start_loc.diff()
+    if step.has_initial_state is not None:
+        fresh[~guess] = ~step.has_initial_state
+    starts = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    return {"slots": slots, "query_start_loc": starts, "fresh": fresh, "out_slots": out_slots, "accepted": accepted}
 
 
-def _vllms_core(layer: Any, qkv: torch.Tensor, z: torch.Tensor, ba: torch.Tensor) -> torch.Tensor:
-    """What vLLM's forward does between the projections."""
-    from vllm.model_executor.layers.mamba.ops.cpu.gdn_attention import cpu_gdn_attention_core
-
-    out = qkv.new_zeros(len(z), z.shape[1] // layer.head_v_dim, layer.head_v_dim)
-    cpu_gdn_attention_core(qkv, *ba.chunk(2, -1), out, layer.prefix)
-    return layer.norm(out, z.reshape(out.shape)).flatten(1)
+def drafts_of(where: dict[str, torch.Tensor]) -> int:
+    """The most guesses for a sequence, by :func:`sequences_of`."""
+    return where["out_slots"].shape[1] - 1 if "out_slots" in where else 0

@@ -16,7 +16,7 @@ from vllm.forward_context import get_forward_context
 from w4a8 import ops
 from w4a8.integrations.vllm import settings
 from w4a8.integrations.vllm.config import is_ours
-from w4a8.integrations.vllm.linear_attention import FLOATS, conv_state_of, fresh_sequences, slots_of
+from w4a8.integrations.vllm.linear_attention import FLOATS, conv_state_of, fresh_sequences
 from w4a8.integrations.vllm.loaded import after_loading, before_loading_again
 from w4a8.integrations.vllm.log import logger
 from w4a8.linear_attention import conv_rows
@@ -159,7 +159,7 @@ def state_space(self: Any, projected_states: torch.Tensor, output: torch.Tensor)
             groups=self.n_groups // self.tp_size,
             conv_state=conv_state_of(self)[:, : self.conv_kernel_size - 1],
             state=self.kv_cache[1],
-            **_sequences(step),
+            **sequences_of(step),
         )
         output[tokens:] = 0
 
@@ -175,7 +175,7 @@ def short_conv(self: Any, hidden_states: torch.Tensor, output: torch.Tensor) -> 
         tokens = step.num_decode_tokens + step.num_prefill_tokens
         bcx = self.in_proj(hidden_states[:tokens])[0]
         conv_state = conv_state_of(self)[:, : self.L_cache - 1]
-        rows = ops.short_conv(bcx, **weights_of(self), conv_state=conv_state, **_sequences(step))
+        rows = ops.short_conv(bcx, **weights_of(self), conv_state=conv_state, **sequences_of(step))
         output[:tokens] = self.out_proj(rows)[0]
         output[tokens:] = 0
 
@@ -186,7 +186,7 @@ def _step_of(layer: Any) -> Any:
     return metadata.get(layer.prefix) if metadata else None
 
 
-def _sequences(step: Any) -> dict[str, torch.Tensor]:
+def sequences_of(step: Any) -> dict[str, torch.Tensor]:
     """Slots, ends and beginnings of the sequences of a step without guesses. Its layers share them."""
     found = getattr(step, "w4a8_sequences", None)
     if found is None:
@@ -194,7 +194,9 @@ def _sequences(step: Any) -> dict[str, torch.Tensor]:
         starts = torch.arange(decodes + 1, dtype=torch.int32)
         if step.num_prefills > 0:
             starts = torch.cat([starts[:-1], step.query_start_loc_p + decodes])
-        found = {"slots": slots_of(step, len(fresh)), "query_start_loc": starts, "fresh": fresh}
+        slots = (step.state_indices_tensor_d, step.state_indices_tensor_p)
+        slots = torch.cat([each.flatten() for each in slots if each is not None])[: len(fresh)]
+        found = {"slots": slots, "query_start_loc": starts, "fresh": fresh}
         step.w4a8_sequences = found
     return found
 

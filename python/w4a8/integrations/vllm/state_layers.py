@@ -34,18 +34,28 @@ def step_states(modules: Sequence[Any], metadata: dict[str, Any]) -> States | No
     if not modules:
         return None
     steps = [metadata[each.prefix] for each in modules]
-    fresh = linear_attention.fresh_sequences(steps[0])
     if all(step is steps[0] for step in steps):
         steps = steps[:1]
-    found = [_states_of(each) for each in modules]
-    states = [state for _, state in found if state is not None]
-    slots = [linear_attention.slots_of(step, len(fresh)) for step in steps]
-    return States([conv for conv, _ in found], states, slots, fresh)
+    where = [(linear_attention if hasattr(step, "spec_sequence_masks") else mamba).sequences_of(step) for step in steps]
+    found = [_states_of(each, linear_attention.drafts_of(where[0])) for each in modules]
+    return States(
+        conv_states=[conv for conv, _ in found],
+        states=[state for _, state in found if state is not None],
+        slots=[each["slots"] for each in where],
+        fresh=where[0]["fresh"],
+        out_slots=[each["out_slots"] for each in where if "out_slots" in each],
+        accepted=where[0].get("accepted"),
+    )
 
 
-def _states_of(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def guesses_fit(module: Any) -> bool:
+    """Whether a step may have sequences with guessed tokens."""
+    return hasattr(module, "in_proj_qkvz")
+
+
+def _states_of(module: Any, drafts: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     if hasattr(module, "in_proj_qkvz"):
-        return linear_attention.states_of(module)
+        return linear_attention.states_of(module, drafts)
     return linear_attention.conv_state_of(module), module.kv_cache[1] if len(module.kv_cache) > 1 else None
 
 
