@@ -92,7 +92,7 @@ def _normed(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 
 
 def _kv_cache_spec(self: Any, vllm_config: Any) -> Any:
-    """As upstream's. The operator gives states at the ends of pieces of a prompt alone, so vLLM cuts where it caches."""
+    """As upstream's. The operator gives states at the ends of pieces of a prompt, so vLLM cuts where it caches."""
     spec = type(self).get_kv_cache_spec(self, vllm_config)
     known = {name: value for name, value in _CHECKPOINTS.items() if hasattr(spec, name)}
     return replace(spec, **known) if known else spec
