@@ -110,7 +110,8 @@ def tokens(dtype, count=TOKENS):
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("gate", ["silu", "sigmoid"])
 def test_beside_vllms_own(layer_of, interleaved, gate):
-    """In bfloat16, which is the type that vLLM's has."""
+    """In bfloat16, which is the type that vLLM's has. vLLM's is up to 0.033 of the largest output off what float32
+    gives (AVX2, where it rounds after each operator), and the operator here 0.012: that many roundings of 2^-9."""
     layer = layer_of(interleaved=interleaved, gate=gate)
     x = tokens(torch.bfloat16)
     expected = run(layer, [step()], x)
@@ -118,7 +119,7 @@ def test_beside_vllms_own(layer_of, interleaved, gate):
     assert layer._forward_method != layer.forward_cpu
     found = run(layer, [step()], x)
     for ours, vllms in zip(found, expected):
-        assert (ours - vllms).abs().max() < 0.02 * vllms.abs().max()
+        assert (ours - vllms).abs().max() < 0.045 * vllms.abs().max()
     untouched = [slot for slot in range(SLOTS) if slot not in (4, 1, 5, 2)]
     for ours, before in zip(found[1:], layer.kv_cache):
         assert torch.equal(ours[untouched], before[untouched])
@@ -183,7 +184,7 @@ def test_guessed_tokens_beside_vllms_own(layer_of):
     expected = run(layer, steps, x)
     attach(layer)
     for ours, vllms in zip(run(layer, steps, x), expected):
-        assert (ours - vllms).abs().max() < 0.02 * vllms.abs().max()
+        assert (ours - vllms).abs().max() < 0.045 * vllms.abs().max()
 
 
 @pytest.mark.parametrize("layout", ["SD", "DS"])
