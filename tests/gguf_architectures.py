@@ -137,6 +137,9 @@ INT4 = MODELS | {
         "position_embedding_type": "rope",
     }),
     "command-r, norms of heads": ("Cohere", {**ROPE, **COHERE, "use_qk_norm": True}),
+    "hunyuan-dense, dynamic": ("HunYuanDenseV1", {
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 5000.0, "alpha": 50.0, "factor": 1.0},
+    }),
     "qwen2": ("Qwen2", {**ROPE, **FEW}),
     "qwen3": ("Qwen3", ROPE),
     "qwen2moe": ("Qwen2Moe", {**ROPE, **QWEN, **FEW, "shared_expert_intermediate_size": 64, "norm_topk_prob": False}),

@@ -14,8 +14,6 @@ NAMES = sorted(name for name in INT4 if name.partition(",")[0] not in NOT_IN_VLL
 ONE_BY_ONE = {
     "gemma4": "gemma4.Gemma4Model",
     "gemma4, experts": "gemma4.Gemma4Model",
-    "hunyuan-dense": "transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense.HunYuanDenseV1Model",
-    "hunyuan-moe": "transformers.models.hunyuan_v1_moe.modeling_hunyuan_v1_moe.HunYuanMoEV1Model",
     "llama4": "llama4.Llama4Model",
     "phimoe": "phimoe.PhiMoEModel",
 }

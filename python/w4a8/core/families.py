@@ -50,9 +50,11 @@ class Family:
         parallel: the MLP takes the normed rows that attention takes, and is added together with attention.
         interleaved: channels of a head that are turned together are neighbours, not in two halves. vLLM's layers say so
             themselves.
+        turn_first: norms of queries and keys are behind the rotation.
         gated: behind each head of queries are as many numbers, whose sigmoid multiplies the head's result.
         turns_windows_alone: if some layers have a window, the others have no rotary embeddings. In transformers.
-        router: the router's attribute in the module with experts; in transformers "router", if there is one.
+        router: the router's attribute in the module with experts, or with a dot its matrix; in transformers "router", if
+            there is one.
         shared: attributes of the module with experts in transformers: the shared expert and its gate; "": none.
         part: attribute of a layer that is attention, linear attention, an MLP or experts alone, behind a norm; "": a
             layer has attention or linear attention, then an MLP or experts.
@@ -76,6 +78,7 @@ class Family:
     centered: bool = False
     parallel: bool = False
     interleaved: bool = False
+    turn_first: bool = False
     gated: bool = False
     turns_windows_alone: bool = False
     router: str = "gate"
@@ -131,6 +134,11 @@ def _of_transformers(model_type: str, name: str) -> str:
     return f"transformers.models.{model_type}.modeling_{model_type}.{name}"
 
 
+_HUNYUAN = Family(
+    _of_transformers("hunyuan_v1_dense", "HunYuanDenseV1"),
+    turn_first=True,
+    names={"q_norm": "query_layernorm", "k_norm": "key_layernorm"},
+)
 _CHUNKED = ("dual_chunk_attention_config",)
 # By transformers' model_type.
 FAMILIES = {
@@ -196,6 +204,14 @@ FAMILIES = {
     ),
     "cohere": _COHERE,
     "cohere2": replace(_COHERE, turns_windows_alone=True),
+    "hunyuan_v1_dense": _HUNYUAN,
+    "hunyuan_v1_moe": replace(
+        _HUNYUAN,
+        vllm=_of_transformers("hunyuan_v1_moe", "HunYuanMoEV1"),
+        experts="Moe",
+        router="gate.wg",
+        shared=("shared_mlp", ""),
+    ),
     "lfm2": _LFM2,
     "lfm2_moe": replace(
         _LFM2,

@@ -107,10 +107,12 @@ class Stack:
         for layer_type in self.rope_types:
             parameters = ropes[layer_type] if by_type else ropes
             rope = parameters.get("rope_type", "default")
-            known = (*FIXED, "longrope")
+            known = (*FIXED, "longrope", "dynamic")
             _require(rope in known, f"rotary embeddings of type {rope} depend on the length of the text")
             if rope == "longrope" or parameters.get("llama_4_scaling_beta"):
                 self.limit = min(self.limit, parameters["original_max_position_embeddings"])
+            elif rope == "dynamic":
+                self.limit = min(self.limit, config.max_position_embeddings)
         for layer, layer_type in zip(layers, types):
             self._add(layer, layer_type, self.rope_types.index(layer_type) if by_type else 0)
         attentions = [each for each in map(self._attention_of, layers) if each is not None]
@@ -225,6 +227,7 @@ class Stack:
             "rope": rope if turns else -1,
             "interleaved": family.interleaved,
             "gated": family.gated,
+            "turn_first": family.turn_first,
         }
         for name in ("q_norm", "k_norm"):
             if getattr(attention, family.name(name), None) is not None:
@@ -266,14 +269,15 @@ class Stack:
 
     def _add_experts(self, mlp: Any, gate: str) -> None:
         experts = self._part(mlp, "experts")
-        router = self._part(mlp, "router" if hasattr(mlp, "router") else self.family.router)
+        name = "router" if hasattr(mlp, "router") else self.family.router
+        router, matrix = self._part(mlp, name.partition(".")[0]), mlp.get_submodule(name)
         _require(isinstance(experts, W4A8Experts), f"{type(mlp).__name__}.experts are not packed")
-        bias, routed = getattr(router, "bias", None), router_in_config(self.config.model_type, self.config.to_dict())
+        bias, routed = getattr(matrix, "bias", None), router_in_config(self.config.model_type, self.config.to_dict())
         floats, correction = (*mlp.named_parameters(), *mlp.named_buffers()), None
         if routed.has_correction_bias:  # of the router, of the module around it, or of one in it
             (correction,) = (found for name, found in floats if name.endswith(_CORRECTIONS))
         self.decoder.add_experts(
-            router.weight.detach(), None if bias is None else bias.detach(), experts.w13_packed, experts.w2_packed,
+            matrix.weight.detach(), None if bias is None else bias.detach(), experts.w13_packed, experts.w2_packed,
             top_k=router.top_k, activation_kind=int(experts.activation),
             shared_gate=self._part(mlp, gate).weight.detach()[0] if gate else None, **routed.arguments,
             e_score_correction_bias=None if correction is None else correction.detach().flatten(),
@@ -294,5 +298,7 @@ class Stack:
         if positions > self.positions:
             self.positions = min(max(2 * self.positions, positions, 1024), self.limit)
             rotary = copy.deepcopy(self.rotary)  # some write to their buffers, which are watched
+            for layer_type in self.rope_types:  # a short text undoes what a long one has changed
+                angles(rotary, 1, layer_type)
             self.ropes = [angles(rotary, self.positions, layer_type) for layer_type in self.rope_types]
         return self.ropes

@@ -16,6 +16,7 @@ from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope import Phi3LongRoPEScaledRotaryEmbedding
 
 from w4a8 import ops
+from w4a8.checkpoint.routers import router_in_config
 from w4a8.core.activation import MoEActivation, as_activation, kernel_activation_kind
 from w4a8.core.families import FAMILIES, Family
 from w4a8.integrations.rotary import FIXED, angles
@@ -115,7 +116,7 @@ class Ropes:
 
     def _angles(self, layer_type: str | None) -> torch.Tensor:
         kind = self.shared.rope_type if layer_type is None else self.shared.rope_type[layer_type]
-        if kind not in FIXED:
+        if kind not in FIXED and not (kind == "dynamic" and self.positions <= self.shared.original_max_seq_len):
             raise Unfit(f"rotary embeddings of type {kind} depend on the length of the text")
         return angles(self.shared, self.positions, layer_type)
 
@@ -178,6 +179,7 @@ def attention_fields(module: Any, family: Family, norms: Norms, ropes: Ropes) ->
         "rope": ropes.number(rotary, layer_type) if turns else -1,
         "gated": bool(getattr(module, "attn_output_gate", False)),
         "interleaved": turns and not getattr(rotary, "is_neox_style", True),
+        "turn_first": family.turn_first,
     }
     for name in ("q_norm", "k_norm"):
         if hasattr(module, family.name(name)):
@@ -285,7 +287,34 @@ def mlp_fields(module: Any, family: Family) -> dict[str, Any]:
     }
 
 
-def expert_fields(runner: Any, router: Any) -> dict[str, Any]:
+def _routing(runner: Any, block: Any) -> dict[str, Any]:
+    """How a router chooses experts, arguments of ``Decoder.add_experts``. ``block``: the module around the experts.
+
+    Raises:
+        Unfit: routing that a decoder does not have.
+    """
+    routed = runner.routed_experts
+    if _routes_before(runner):
+        config = block.config
+        return router_in_config(config.model_type, config.to_dict()).arguments
+    if routed.custom_routing_function is not None or type(runner.router).__name__ == "ZeroExpertRouter":
+        raise Unfit(f"{routed.layer_name} routes by a function of its own")
+    grouped = routed.use_grouped_topk
+    return {
+        "renormalize": routed.renormalize,
+        "scoring_func": routed.scoring_func,
+        "num_expert_group": routed.num_expert_group if grouped else None,
+        "topk_group": routed.topk_group if grouped else None,
+        "routed_scaling_factor": routed.routed_scaling_factor * runner.routed_scaling_factor,
+    }
+
+
+def _routes_before(runner: Any) -> bool:
+    """Whether a router of transformers chooses experts, which it gives to vLLM's layer."""
+    return type(runner).__name__ == "TransformersMoERunner"
+
+
+def expert_fields(runner: Any, router: Any, block: Any) -> dict[str, Any]:
     """The arguments of ``Decoder.add_experts``, except the gate of a shared expert.
 
     Raises:
@@ -297,26 +326,19 @@ def expert_fields(runner: Any, router: Any) -> dict[str, Any]:
         raise Unfit(f"{routed.layer_name} is not packed")
     if runner.routed_input_transform is not None or runner.routed_output_transform is not None:
         raise Unfit(f"{routed.layer_name} transforms its inputs or outputs")
-    if routed.custom_routing_function is not None or type(runner.router).__name__ == "ZeroExpertRouter":
-        raise Unfit(f"{routed.layer_name} routes by a function of its own")
     if routed.expert_map is not None or routed.apply_router_weight_on_input:
         raise Unfit(f"{routed.layer_name} holds some experts, or scales their inputs")
     weight, bias = float_weight(router)
-    grouped = routed.use_grouped_topk
     return {
         "router": weight,
         "router_bias": bias,
         "w13": routed.w13_weight_packed.data,
         "w2": routed.w2_weight_packed.data,
         "top_k": routed.top_k,
-        "renormalize": routed.renormalize,
-        "scoring_func": routed.scoring_func,
-        "num_expert_group": routed.num_expert_group if grouped else None,
-        "topk_group": routed.topk_group if grouped else None,
-        "routed_scaling_factor": routed.routed_scaling_factor * runner.routed_scaling_factor,
         "e_score_correction_bias": routed.e_score_correction_bias,
         "activation_kind": kernel_activation_kind(as_activation(method.activation)),
         **method.numbers._asdict(),
+        **_routing(runner, block),
     }
 
 
@@ -359,8 +381,10 @@ def layer_fields(layer: Any, family: Family, norms: Norms, ropes: Ropes) -> Laye
     linear = {} if states is None else fields_of(states)
     if mlp is None or class_name(mlp) not in experts:
         return LayerFields(fields | ({} if mlp is None else mlp_fields(mlp, family)), linear, {})
-    routed = expert_fields(mlp.experts, getattr(mlp, family.router))
+    routed = expert_fields(mlp.experts, mlp.get_submodule(family.router), mlp)
     shared = beside if mlp.experts.shared_experts is None else mlp.experts.shared_experts._layer
+    if family.shared[0] and _routes_before(mlp.experts):
+        shared = getattr(mlp, family.shared[0])
     if shared is not None:
         _expect(shared, known)
         fields |= mlp_fields(shared, family)
