@@ -269,7 +269,8 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
   }
   ExpertsPlan plan;
   plan.routing =
-      routing_args(experts, top_k, renormalize, scoring_func, num_expert_group, topk_group, routed_scaling_factor, {});
+      routing_args(experts, top_k, renormalize, scoring_func, num_expert_group, topk_group, routed_scaling_factor,
+                   e_score_correction_bias.has_value() ? Optional<int64_t>(experts) : Optional<int64_t>());
   plan.routing.bias = found->keep_floats("e_score_correction_bias", e_score_correction_bias);
   plan.router = float_matrix(*found, "router", router, experts, hidden);
   plan.router_bias = found->keep_floats("router_bias", router_bias);

@@ -13,8 +13,9 @@ inline Scoring scoring_of(Text name) {
   if (name == "softmax") return Scoring::kSoftmax;
   if (name == "sigmoid") return Scoring::kSigmoid;
   if (name == "sqrtsoftplus") return Scoring::kSqrtSoftplus;
+  if (name == "sparsemixer") return Scoring::kSparseMixer;
   W4A8_CHECK(name == "identity", "scoring_func is '", name,
-             "', expected 'softmax', 'sigmoid', 'sqrtsoftplus' or 'identity'");
+             "', expected 'softmax', 'sigmoid', 'sqrtsoftplus', 'sparsemixer' or 'identity'");
   return Scoring::kIdentity;
 }
 
@@ -37,6 +38,8 @@ inline RoutingArgs routing_args(int64_t experts, int64_t top_k, bool renormalize
   W4A8_CHECK(num_expert_group.has_value() == topk_group.has_value(),
              num_expert_group.has_value() ? "topk_group is not given, expected it with num_expert_group"
                                           : "num_expert_group is not given, expected it with topk_group");
+  W4A8_CHECK(args.scoring != Scoring::kSparseMixer || !(renormalize || bias_size || num_expert_group),
+             "renormalize, e_score_correction_bias or num_expert_group is given, expected none with 'sparsemixer'");
   args.groups = num_expert_group.value_or(1);
   args.kept_groups = topk_group.value_or(1);
   W4A8_CHECK(args.groups >= 1 && experts % args.groups == 0, "num_expert_group is ", args.groups,

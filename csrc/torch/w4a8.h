@@ -94,9 +94,10 @@ W4A8_EXPORT at::Tensor dynamic_4bit_int_moe(const at::Tensor& x, const at::Tenso
                                             c10::optional<double> beta = c10::nullopt);
 
 /// Selects top_k experts for each token from router_logits [T, E] (float32, bfloat16, float16): (topk_weights float32
-/// [T, k], topk_ids int32 [T, k]), best first; ties go to the lower index. scoring_func: softmax, sigmoid, sqrtsoftplus
-/// or identity; renormalize: weights of a token are divided by their sum; num_expert_group, topk_group: among the best
-/// groups only, both or neither; e_score_correction_bias: [E], for selecting only. docs/numerics.md section 7.
+/// [T, k], topk_ids int32 [T, k]), best first; ties go to the lower index. scoring_func: softmax, sigmoid,
+/// sqrtsoftplus, sparsemixer or identity; renormalize: weights of a token are divided by their sum; num_expert_group,
+/// topk_group: among the best groups only, both or neither; e_score_correction_bias: [E], for selecting only.
+/// docs/numerics.md section 7.
 W4A8_EXPORT std::tuple<at::Tensor, at::Tensor> topk_routing(
     const at::Tensor& router_logits, int64_t top_k, bool renormalize, c10::string_view scoring_func = "softmax",
     c10::optional<int64_t> num_expert_group = c10::nullopt, c10::optional<int64_t> topk_group = c10::nullopt,

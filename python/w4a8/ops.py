@@ -453,8 +453,8 @@ def topk_routing(
         router_logits: float32, bfloat16 or float16 [T, E]; widened to float32; zero rows allowed.
         top_k: experts per token, 1 to E.
         renormalize: divide the weights of a token by their sum.
-        scoring_func: "softmax" (over all experts, with renormalize over the selected ones), "sigmoid", "sqrtsoftplus"
-            or "identity".
+        scoring_func: "softmax" (over all experts, with renormalize over the selected ones), "sigmoid", "sqrtsoftplus",
+            "identity", or "sparsemixer" (Phi-3.5-MoE; without the arguments renormalize to topk_group and bias).
         num_expert_group: number of groups of neighbouring experts, a divisor of E; None: no groups. The value of a
             group is that of its best expert; with a bias, the sum of its two best.
         topk_group: number of best groups to select from, with at least top_k experts. None without num_expert_group.

@@ -101,6 +101,7 @@ double score(Scoring scoring, double x, double max, double sum) {
     case Scoring::kSigmoid: return 1 / (1 + std::exp(-x));
     case Scoring::kSqrtSoftplus: return std::sqrt(x > 20 ? x : std::log1p(std::exp(x)));
     case Scoring::kIdentity: break;
+    case Scoring::kSparseMixer: break;  // in tests/python/moe/test_topk_routing.py
   }
   return x;
 }

@@ -13,7 +13,7 @@ from w4a8.integrations.transformers import W4A8Cache, W4A8Config, fast_attention
 
 TOKENS = torch.randint(3, VOCAB, (4, 24), generator=torch.Generator().manual_seed(1))
 # Of which there is no row in core/families.py (docs/decoder.md says why), or which are stopped by something else.
-UNKNOWN = ("gemma4", "gemma4, experts", "glm-dsa", "llama4", "phimoe")
+UNKNOWN = ("gemma4", "gemma4, experts", "glm-dsa", "llama4")
 LEFT_ALONE = dict.fromkeys(UNKNOWN, "models of type .* are not known")
 LATENT = ("deepseek2, GLM-4.7-Flash", "deepseek2, V2", "deepseek2, V3")
 
@@ -97,8 +97,8 @@ def test_latent_attention_of_the_models_own_layers(name, tmp_path):
 @pytest.mark.parametrize(("name", "limit"), [("phi3, long", 128), ("mistral3", 32), ("hunyuan-dense, dynamic", 128)])
 @torch.no_grad()
 def test_positions_behind_a_limit(name, limit, tmp_path, monkeypatch):
-    """LongRoPE and dynamic angles are others there, Ministral 3 has a factor of queries: the model's own layers run, over the same
-    cache. The next text runs in one call again, with the same bits."""
+    """LongRoPE and dynamic embeddings have other angles there, Ministral 3 a factor of queries: the model's own layers
+    run, over the same cache. The next text runs in one call again, with the same bits."""
     model, stock = load(name, tmp_path), []
     text = torch.randint(3, VOCAB, (1, limit + 6), generator=torch.Generator().manual_seed(2))
 

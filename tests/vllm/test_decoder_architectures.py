@@ -15,7 +15,6 @@ ONE_BY_ONE = {
     "gemma4": "gemma4.Gemma4Model",
     "gemma4, experts": "gemma4.Gemma4Model",
     "llama4": "llama4.Llama4Model",
-    "phimoe": "phimoe.PhiMoEModel",
 }
 
 

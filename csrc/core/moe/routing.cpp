@@ -183,6 +183,21 @@ void weigh(const RoutingArgs& args, const float* logits, const uint64_t* keys, f
   for (int64_t j = 0; j < args.top_k; ++j) weights[j] /= total;
 }
 
+// The weights of sparsemixer: a softmax over the experts that are left when one is selected, of logits near its own.
+void weigh_near(const RoutingArgs& args, const float* logits, const uint64_t* keys, float* weights) {
+  constexpr float kFarthest = 0.02f;  // of the larger of both logits; the models' jitter of 0.01, twice
+  for (int64_t j = 0; j < args.top_k; ++j) {
+    const float best = logits[index_of(keys[j])];
+    double sum = 0;
+    for (int64_t i = 0; i < args.experts; ++i) {
+      const bool selected = std::any_of(keys, keys + j, [=](uint64_t key) { return index_of(key) == i; });
+      const bool far = (best - logits[i]) / std::max(std::fabs(logits[i]), best) > kFarthest;
+      if (!selected && !far) sum += exp_of(static_cast<double>(logits[i]) - best);
+    }
+    weights[j] = static_cast<float>(1.0 / sum);
+  }
+}
+
 template <class Score>
 void route_token(const RoutingArgs& args, int64_t token, const Scratch& scratch) {
   const auto* row = static_cast<const uint8_t*>(args.logits) + token * args.experts * dtype_bytes(args.dtype);
@@ -197,7 +212,9 @@ void route_token(const RoutingArgs& args, int64_t token, const Scratch& scratch)
   select_experts(args, ranked, scratch);
   const uint64_t* keys = scratch.keys;
   float* weights = args.weights + token * args.top_k;
-  if (args.scoring == Scoring::kSoftmax && args.renormalize) {
+  if (args.scoring == Scoring::kSparseMixer) {
+    weigh_near(args, logits, keys, weights);
+  } else if (args.scoring == Scoring::kSoftmax && args.renormalize) {
     // The denominators cancel, and without them nothing underflows.
     const Softmax softmax(args.top_k, [=](int64_t j) { return logits[index_of(keys[j])]; });
     for (int64_t j = 0; j < args.top_k; ++j) weights[j] = softmax(logits[index_of(keys[j])]);
@@ -217,7 +234,8 @@ RouteToken route_of(Scoring scoring) {
     case Scoring::kSoftmax: return route_token<SoftmaxOfAll>;
     case Scoring::kSigmoid: return route_token<Sigmoid>;
     case Scoring::kSqrtSoftplus: return route_token<SqrtSoftplus>;
-    case Scoring::kIdentity: break;
+    case Scoring::kIdentity:
+    case Scoring::kSparseMixer: break;
   }
   return route_token<Identity>;
 }

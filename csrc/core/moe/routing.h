@@ -15,6 +15,7 @@ enum class Scoring : int32_t {
   kSigmoid,       ///< 1 / (1 + exp(-x))
   kSqrtSoftplus,  ///< sqrt(log(1 + exp(x)))
   kIdentity,      ///< x
+  kSparseMixer,   ///< softmax over experts that are near this one and not selected before; no bias, no groups
 };
 
 struct RoutingArgs {

@@ -53,8 +53,9 @@ class Family:
         turn_first: norms of queries and keys are behind the rotation.
         gated: behind each head of queries are as many numbers, whose sigmoid multiplies the head's result.
         turns_windows_alone: if some layers have a window, the others have no rotary embeddings. In transformers.
-        router: the router's attribute in the module with experts, or with a dot its matrix; in transformers "router", if
-            there is one.
+        router: the router's attribute in the module with experts, or with a dot its matrix's; in transformers
+            "router", if there is one.
+        scoring: the router's ``scoring_func`` of ``topk_routing``, if neither the config nor vLLM's layer says.
         shared: attributes of the module with experts in transformers: the shared expert and its gate; "": none.
         part: attribute of a layer that is attention, linear attention, an MLP or experts alone, behind a norm; "": a
             layer has attention or linear attention, then an MLP or experts.
@@ -82,6 +83,7 @@ class Family:
     gated: bool = False
     turns_windows_alone: bool = False
     router: str = "gate"
+    scoring: str = ""
     shared: tuple[str, str] = ("", "")
     more_layers: tuple[str, ...] = ()
     part: str = ""
@@ -235,6 +237,14 @@ FAMILIES = {
     "olmo2": Family(_of_transformers("olmo2", "Olmo2"), norms=_BEHIND),
     "olmo3": Family(_of_transformers("olmo3", "Olmo3"), norms=_BEHIND),
     "phi3": Family(),
+    "phimoe": Family(
+        "phimoe.PhiMoE",
+        (),
+        "phimoe.PhiMoE",
+        mlp_at="block_sparse_moe",
+        centered=True,
+        scoring="sparsemixer",
+    ),
     "seed_oss": Family(_of_transformers("seed_oss", "SeedOss")),
     "smollm3": Family(_of_transformers("smollm3", "SmolLM3")),
     "glm4_moe": Family("glm4_moe.Glm4Moe", experts="glm4_moe.Glm4MoE", shared=("shared_experts", "")),

@@ -66,6 +66,24 @@ def test_random_logits(scoring, experts):
             check(tied(9, experts).to(dtype), top_k, renormalize, scoring, scale=2.5)
 
 
+@pytest.mark.parametrize("experts", [1, 5, 16, 64])
+def test_sparsemixer(experts):
+    """Of Phi-3.5-MoE: each weight is of a softmax over the experts that are left, whose logits are near the best one's."""
+    for top_k, dtype in itertools.product(top_ks(experts), DTYPES):
+        near = (torch.randint(0, 2, (9, 1)) * 4 - 2) * (1 + 0.03 * torch.randn(9, experts))
+        for logits in (near.to(dtype), tied(9, experts).to(dtype), torch.randn(9, experts).to(dtype)):
+            weights, ids = w4a8.topk_routing(logits, top_k, False, "sparsemixer", routed_scaling_factor=2.0)
+            assert ids.tolist() == routing_torch.select(logits, top_k, "identity").tolist()
+            left, x = logits.double(), logits.float()
+            for j in range(top_k):
+                chosen = ids[:, j : j + 1].long()
+                best = x.gather(1, chosen)
+                far = (best - x) / torch.maximum(x.abs(), best) > 0.02
+                expected = left.masked_fill(far, -torch.inf).softmax(1).gather(1, chosen)[:, 0]
+                assert ((weights[:, j] / 2 - expected).abs() <= 1.01 * U * expected).all()
+                left = left.scatter(1, chosen, -torch.inf)
+
+
 def test_identity_renormalized():
     check(torch.rand(9, 60), 7, True, "identity", scale=2.827)
 
@@ -137,7 +155,9 @@ ERRORS = {
     "router_logits without experts": ({"router_logits": torch.zeros(2, 0)}, "router_logits has 0 experts, expected 1..2147483647"),
     "top_k 0": ({"top_k": 0}, "top_k is 0, expected 1..8, the number of experts of router_logits"),
     "top_k 9": ({"top_k": 9}, "top_k is 9, expected 1..8"),
-    "scoring_func": ({"scoring_func": "tanh"}, "scoring_func is 'tanh', expected 'softmax', 'sigmoid', 'sqrtsoftplus' or 'identity'"),
+    "scoring_func": ({"scoring_func": "tanh"}, "scoring_func is 'tanh', expected 'softmax', 'sigmoid', 'sqrtsoftplus', 'sparsemixer' or 'identity'"),
+    "sparsemixer renormalized": ({"scoring_func": "sparsemixer"}, "renormalize, e_score_correction_bias or num_expert_group is given, expected none with 'sparsemixer'"),
+    "sparsemixer with a bias": ({"scoring_func": "sparsemixer", "renormalize": False, "e_score_correction_bias": torch.zeros(8)}, "renormalize, e_score_correction_bias or"),
     "groups alone": ({"num_expert_group": 2}, "topk_group is not given, expected it with num_expert_group"),
     "topk_group alone": ({"topk_group": 1}, "num_expert_group is not given, expected it with topk_group"),
     "groups 0": ({"num_expert_group": 0, "topk_group": 1}, "num_expert_group is 0, expected a divisor of the number of experts, 8"),

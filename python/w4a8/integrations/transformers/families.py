@@ -276,10 +276,15 @@ class Stack:
         floats, correction = (*mlp.named_parameters(), *mlp.named_buffers()), None
         if routed.has_correction_bias:  # of the router, of the module around it, or of one in it
             (correction,) = (found for name, found in floats if name.endswith(_CORRECTIONS))
+        routing = routed.arguments
+        if self.family.scoring == "sparsemixer":
+            noise = self.config.router_jitter_noise
+            _require(noise == 0.01, f"config.router_jitter_noise is {noise}")
+            routing["scoring_func"] = self.family.scoring
         self.decoder.add_experts(
             matrix.weight.detach(), None if bias is None else bias.detach(), experts.w13_packed, experts.w2_packed,
             top_k=router.top_k, activation_kind=int(experts.activation),
-            shared_gate=self._part(mlp, gate).weight.detach()[0] if gate else None, **routed.arguments,
+            shared_gate=self._part(mlp, gate).weight.detach()[0] if gate else None, **routing,
             e_score_correction_bias=None if correction is None else correction.detach().flatten(),
             **experts.numbers._asdict(),
         )  # fmt: skip

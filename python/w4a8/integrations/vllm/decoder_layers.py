@@ -287,7 +287,7 @@ def mlp_fields(module: Any, family: Family) -> dict[str, Any]:
     }
 
 
-def _routing(runner: Any, block: Any) -> dict[str, Any]:
+def _routing(runner: Any, block: Any, family: Family) -> dict[str, Any]:
     """How a router chooses experts, arguments of ``Decoder.add_experts``. ``block``: the module around the experts.
 
     Raises:
@@ -297,12 +297,13 @@ def _routing(runner: Any, block: Any) -> dict[str, Any]:
     if _routes_before(runner):
         config = block.config
         return router_in_config(config.model_type, config.to_dict()).arguments
-    if routed.custom_routing_function is not None or type(runner.router).__name__ == "ZeroExpertRouter":
+    has_own = routed.custom_routing_function is not None and not family.scoring
+    if has_own or type(runner.router).__name__ == "ZeroExpertRouter":
         raise Unfit(f"{routed.layer_name} routes by a function of its own")
     grouped = routed.use_grouped_topk
     return {
         "renormalize": routed.renormalize,
-        "scoring_func": routed.scoring_func,
+        "scoring_func": family.scoring or routed.scoring_func,
         "num_expert_group": routed.num_expert_group if grouped else None,
         "topk_group": routed.topk_group if grouped else None,
         "routed_scaling_factor": routed.routed_scaling_factor * runner.routed_scaling_factor,
@@ -314,7 +315,7 @@ def _routes_before(runner: Any) -> bool:
     return type(runner).__name__ == "TransformersMoERunner"
 
 
-def expert_fields(runner: Any, router: Any, block: Any) -> dict[str, Any]:
+def expert_fields(runner: Any, block: Any, family: Family) -> dict[str, Any]:
     """The arguments of ``Decoder.add_experts``, except the gate of a shared expert.
 
     Raises:
@@ -328,7 +329,7 @@ def expert_fields(runner: Any, router: Any, block: Any) -> dict[str, Any]:
         raise Unfit(f"{routed.layer_name} transforms its inputs or outputs")
     if routed.expert_map is not None or routed.apply_router_weight_on_input:
         raise Unfit(f"{routed.layer_name} holds some experts, or scales their inputs")
-    weight, bias = float_weight(router)
+    weight, bias = float_weight(block.get_submodule(family.router))
     return {
         "router": weight,
         "router_bias": bias,
@@ -338,7 +339,7 @@ def expert_fields(runner: Any, router: Any, block: Any) -> dict[str, Any]:
         "e_score_correction_bias": routed.e_score_correction_bias,
         "activation_kind": kernel_activation_kind(as_activation(method.activation)),
         **method.numbers._asdict(),
-        **_routing(runner, block),
+        **_routing(runner, block, family),
     }
 
 
@@ -381,7 +382,7 @@ def layer_fields(layer: Any, family: Family, norms: Norms, ropes: Ropes) -> Laye
     linear = {} if states is None else fields_of(states)
     if mlp is None or class_name(mlp) not in experts:
         return LayerFields(fields | ({} if mlp is None else mlp_fields(mlp, family)), linear, {})
-    routed = expert_fields(mlp.experts, mlp.get_submodule(family.router), mlp)
+    routed = expert_fields(mlp.experts, mlp, family)
     shared = beside if mlp.experts.shared_experts is None else mlp.experts.shared_experts._layer
     if family.shared[0] and _routes_before(mlp.experts):
         shared = getattr(mlp, family.shared[0])
