@@ -137,6 +137,9 @@ INT4 = MODELS | {
         "position_embedding_type": "rope",
     }),
     "command-r, norms of heads": ("Cohere", {**ROPE, **COHERE, "use_qk_norm": True}),
+    "dots1": ("Dots1", {
+        **ROPE, **ROUTED, "routed_scaling_factor": 2.5, "sliding_window": 8, "max_window_layers": 2,
+    }),
     "hunyuan-dense, dynamic": ("HunYuanDenseV1", {
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 5000.0, "alpha": 50.0, "factor": 1.0},
     }),
@@ -155,7 +158,8 @@ INT4 = MODELS | {
 # Whose experts are one tensor in safetensors, too: int4 formats have none for that.
 STACKED = {"gemma4, experts", "llama4", "granitemoe", "granitemoe, shared", "granitehybrid"}
 # Architectures that vLLM does not run from int4; docs/formats.md says why.
-NOT_INT4_IN_VLLM = NOT_IN_VLLM.keys() | {"granitemoe", "granitehybrid", "phimoe"}
+GONE_FROM_VLLM = {"dots1"}  # since 0.23
+NOT_INT4_IN_VLLM = NOT_IN_VLLM.keys() | GONE_FROM_VLLM | {"granitemoe", "granitehybrid", "phimoe"}
 STEP = 2.0**-5  # of matrices: whole numbers from -8 to 7 times this, which blocks of any type hold
 WRITTEN = Path(__file__).with_suffix(".json")
 

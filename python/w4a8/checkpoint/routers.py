@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,8 +28,10 @@ from w4a8.core.routing import Router
 
 # Which route as DeepSeek-V3 does.
 _LIKE_DEEPSEEK = dict.fromkeys(("glm4_moe_lite", "kimi_k2"), BY_MODEL_TYPE["deepseek_v3"])
+_GLM = BY_MODEL_TYPE["glm4_moe"]
+_DOTS = {"dots1": replace(_GLM, routing=replace(_GLM.routing, in_config={NORM: False}))}
 # By model_type.
-_MODELS = {name: each for name, each in (BY_MODEL_TYPE | _LIKE_DEEPSEEK).items() if each.routing is not None}
+_MODELS = {name: each for name, each in (BY_MODEL_TYPE | _LIKE_DEEPSEEK | _DOTS).items() if each.routing is not None}
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 

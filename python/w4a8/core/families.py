@@ -173,6 +173,7 @@ FAMILIES = {
     "qwen3_5_moe_text": _QWEN3_5,
     "gemma2": Family("gemma2.Gemma2", norms=_FOUR, one_more=True),
     "gemma3_text": Family("gemma3.Gemma3", refuses=("use_bidirectional_attention",), norms=_FOUR, one_more=True),
+    "dots1": Family(shared=("shared_experts", "")),
     "ernie4_5": Family(interleaved=True),
     "ernie4_5_moe": Family("ernie45_moe.Ernie4_5_Moe", experts="MoE", interleaved=True, shared=("shared_experts", "")),
     "exaone4": Family("exaone4.Exaone4", ("GatedMLP",), norms=_BEHIND, turns_windows_alone=True),
