@@ -49,7 +49,8 @@ void decoder_add_linear_attention_cpu(const Tensor& decoder, Tensors projections
                                       const OptionalTensor& norm, double norm_eps, Text gate, int64_t norm_groups,
                                       bool norm_first, bool interleaved) {
   const DecoderUse found(decoder);
-  LayerPlan& layer = layer_without_mixer(*found);
+  LayerPlan& layer = last_layer(*found, "without linear attention");
+  W4A8_CHECK(!layer.linear.out, "the last layer of decoder has linear attention, expected one without");
   check_cpu({{"gates", gates}, {"conv_weight", conv_weight}});
   check_floating({{"conv_weight", conv_weight}});
   check_dims("conv_weight", conv_weight, 2, "[channels, width]");

@@ -191,7 +191,8 @@ void decoder_add_attention_cpu(const Tensor& decoder, Tensors qkv, const Tensor&
                                const OptionalTensor& q_up, const OptionalTensor& k_up, const OptionalTensor& v_up,
                                const OptionalTensor& kv_up, Optional<double> qk_norm_eps, bool turn_first) {
   const DecoderUse found(decoder);
-  LayerPlan& layer = layer_without_mixer(*found);
+  LayerPlan& layer = last_layer(*found, "without attention");
+  W4A8_CHECK(!layer.attends(), "the last layer of decoder has attention, expected one without");
   const int64_t hidden = found->plan.hidden;
   W4A8_CHECK(heads >= 1 && heads <= 65536, "heads is ", heads, ", expected 1..65536");
   W4A8_CHECK(kv_heads >= 1 && heads % kv_heads == 0, "kv_heads is ", kv_heads, ", expected a divisor of heads, ",
@@ -249,8 +250,7 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
              {"w2_packed", w2_packed},
              {"e_score_correction_bias", e_score_correction_bias},
              {"shared_gate", shared_gate}});
-  W4A8_CHECK(!found->plan.layers.empty(), "decoder has no layer yet, expected one without experts");
-  LayerPlan& layer = found->plan.layers.back();
+  LayerPlan& layer = last_layer(*found, "without experts");
   W4A8_CHECK(!layer.experts.router, "the last layer of decoder has experts, expected one without");
   const int64_t hidden = found->plan.hidden;
   check_count("shared_gate", shared_gate, hidden);
@@ -291,6 +291,23 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
   plan.few = {experts_of("w13_packed", w13, rows13, hidden), experts_of("w2_packed", w2, hidden, plan.intermediate)};
   plan.activation = activation_of(activation_kind, limit, alpha, beta);
   layer.experts = std::move(plan);
+}
+
+void decoder_set_factors_cpu(const Tensor& decoder, Text product, const Tensor& factors) {
+  const DecoderUse found(decoder);
+  LayerPlan& layer = last_layer(*found, "with the product");
+  const std::pair<const char*, Products*> all[] = {
+      {"qkv", &layer.attention.qkv},     {"out", &layer.attention.out},   {"projections", &layer.linear.in},
+      {"linear_out", &layer.linear.out}, {"gate_up", &layer.mlp.gate_up}, {"down", &layer.mlp.down},
+  };
+  for (const auto& [name, products] : all) {
+    if (product != name) continue;
+    W4A8_CHECK(*products, "the last layer of decoder has no ", name, ", expected one with the product");
+    check_count("factors", factors, products->n());
+    return products->scale_by(found->keep_floats("factors", factors));
+  }
+  W4A8_CHECK(false, "product is '", product,
+             "', expected 'qkv', 'out', 'projections', 'linear_out', 'gate_up' or 'down'");
 }
 
 void decoder_destroy_cpu(const Tensor& decoder) { decoders().remove(number_of(decoder)); }

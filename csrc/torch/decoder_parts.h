@@ -68,12 +68,9 @@ inline NormPlan norm_of(Decoder& decoder, const char* name, const OptionalTensor
   return {floats, eps, decoder.plan.norm.centered, biased ? floats + count : nullptr};
 }
 
-// The last layer, for attention or linear attention.
-inline LayerPlan& layer_without_mixer(Decoder& decoder) {
-  W4A8_CHECK(!decoder.plan.layers.empty(), "decoder has no layer yet, expected one without attention");
-  LayerPlan& layer = decoder.plan.layers.back();
-  W4A8_CHECK(!layer.attends() && !layer.linear.out, "the last layer of decoder has attention, expected one without");
-  return layer;
+inline LayerPlan& last_layer(Decoder& decoder, const char* expected) {
+  W4A8_CHECK(!decoder.plan.layers.empty(), "decoder has no layer yet, expected one ", expected);
+  return decoder.plan.layers.back();
 }
 
 // A matrix ends where one of the parts ends that the columns of all of them are, and they have no others.

@@ -121,6 +121,7 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
                              double routed_scaling_factor, const OptionalTensor& e_score_correction_bias,
                              int64_t activation_kind, const OptionalTensor& shared_gate, Optional<double> limit,
                              Optional<double> alpha, Optional<double> beta);
+void decoder_set_factors_cpu(const Tensor& decoder, Text product, const Tensor& factors);
 Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tensor& positions, Tensors caches,
                         Tensors block_tables, const Tensor& seq_lens, const Tensor& query_start_loc, Tensors ropes,
                         Tensors conv_states, Tensors states, Tensors slots, const OptionalTensor& fresh,

@@ -138,6 +138,20 @@ class Decoder:
         with torch.no_grad():
             torch.ops.w4a8.decoder_add_experts(self._number, router, router_bias, w13, w2, **fields)
 
+    def set_factors(self, product: str, factors: torch.Tensor) -> None:
+        """Multiplies the results of a product of the last layer, with the matrix's bias, by factors of their own.
+
+        Args:
+            product: "qkv" or "out" of attention, "projections" or "linear_out" of linear attention, "gate_up" or "down"
+                of the MLP.
+            factors: floating [columns of the product], kept as float32.
+
+        Raises:
+            RuntimeError: the layer has no such product, or a shape or type does not fit; names the argument.
+        """
+        with torch.no_grad():
+            torch.ops.w4a8.decoder_set_factors(self._number, product, factors)
+
     def step(
         self,
         hidden: torch.Tensor,

@@ -309,6 +309,101 @@ def test_experts_beside_linear_attention():
     assert_same_bits(model.step(x, [5], [5]), rms_norm(hidden, model.norm))
 
 
+class Both(Steps):
+    """A layer with attention and linear attention side by side, then an MLP.
+
+    Args:
+        scaled: matrices have the factors in their scales and biases; else the decoder has them.
+    """
+
+    NAMES = ("qkv", "out", "projections", "linear_out", "gate_up", "down")
+
+    def __init__(self, scaled, factors=True):
+        torch.manual_seed(3)
+        columns = {name: [HIDDEN] for name in self.NAMES}
+        columns |= {"qkv": [HEADS * SIZE, KV * SIZE, KV * SIZE], "gate_up": [INNER, INNER]}
+        columns["projections"] = PARTS["state_space"]
+        inputs, packed = {"out": HEADS * SIZE, "linear_out": VALUES * V, "down": INNER}, {}
+        # Powers of two are exact.
+        self.factors = {name: torch.randint(-3, 4, (sum(columns[name]),)).float().exp2() for name in self.NAMES}
+        for name in self.NAMES:
+            matrices = [make_matrix(n, inputs.get(name, HIDDEN), 16, bias=True) for n in columns[name]]
+            parts = self.factors[name].split(columns[name]) if scaled else [torch.ones(1)] * len(matrices)
+            packed[name] = [
+                each.pack(scales_zeros=each.scales * f[:, None], bias=each.bias * f) for each, f in zip(matrices, parts)
+            ]
+        linear = Linear("state_space")
+        self.linear, self.rope, norm = [linear], torch.randn(POSITIONS, 16), 1 + 0.2 * torch.randn(HIDDEN)
+        self.decoder = Decoder(norm, None, hidden_size=HIDDEN, eps=EPS)
+        self.packed, self.norm = packed, norm
+        numbers = {"heads": HEADS, "kv_heads": KV, "head_size": SIZE, "scale": SIZE**-0.5, "rope": 0}
+        norms = {"input_norm": norm, "mlp_input_norm": norm}
+        self.decoder.add_layer(
+            packed["qkv"], *packed["out"], packed["gate_up"], *packed["down"], **numbers, **norms, residual=0.5
+        )
+        self.decoder.add_linear_attention(
+            packed["projections"], None, *packed["linear_out"], linear.conv_weight, kind="state_space", **linear.fields
+        )
+        for name in self.NAMES if factors and not scaled else ():
+            self.decoder.set_factors(name, self.factors[name])
+        block = w4a8.attention_block_bytes("int8", SIZE, SIZE)
+        self.caches = [torch.full((9, KV, 2 * block), 255, dtype=torch.uint8)]
+
+    slots, states, step = Model.slots, Model.states, Model.step
+
+
+def test_attention_beside_linear_attention():
+    """Both of the same normed row, the state first."""
+    model, x = Both(scaled=True), torch.randn(120, HIDDEN)
+    normed, tables = rms_norm(x, model.norm), model.tables([80, 40], [80, 40])
+    linear = model.linear[0]
+    linear.projections, (linear.out,) = model.packed["projections"], model.packed["linear_out"]
+    expected = x + 0.5 * linear.alone(normed, tables[2])
+    angles = model.rope[model.positions([80, 40], [80, 40])]
+    q, k, v = (matmul(normed, each, HIDDEN).view(120, -1, SIZE) for each in model.packed["qkv"])
+    cache = torch.zeros_like(model.caches[0])
+    w4a8.paged_attention_write(rotate(k, angles, False), v, cache, *tables)
+    y = w4a8.paged_attention(rotate(q, angles, False), cache, *tables, SIZE**-0.5).flatten(1)
+    expected = expected + 0.5 * matmul(y, *model.packed["out"], HEADS * SIZE)
+    gate, up = (matmul(rms_norm(expected, model.norm), each, HIDDEN) for each in model.packed["gate_up"])
+    h = gate.double().sigmoid() * gate * up
+    expected = expected + 0.5 * matmul(h.float(), *model.packed["down"], INNER)
+    got = model.step(x, [80, 40], [80, 40])
+    # One step of the int8 of h, at a tie.
+    torch.testing.assert_close(got, rms_norm(expected, model.norm), rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_factors_of_products(threads):
+    """The bits of matrices that have them."""
+    x = torch.randn(130, HIDDEN)
+    expected = Both(scaled=True).step(x, [90, 40], [90, 40])
+    assert expected.isfinite().all()
+    Both(scaled=False).check_in_pieces(x, expected, threads)
+    for name in Both.NAMES:  # each of them matters
+        model = Both(scaled=False)
+        model.decoder.set_factors(name, torch.ones_like(model.factors[name]))
+        assert not torch.equal(model.step(x, [90, 40], [90, 40]), expected)
+
+
+@pytest.mark.parametrize(
+    ("product", "factors", "message"),
+    [
+        ("head", torch.ones(HIDDEN), "product is 'head', expected 'qkv', 'out', 'projections', 'linear_out'"),
+        ("out", torch.ones(HIDDEN), "the last layer of decoder has no out, expected one with the product"),
+        ("down", torch.ones(HIDDEN + 1), r"factors has shape \[97\], expected \[96\]"),
+        ("down", torch.ones(HIDDEN).int(), "factors has dtype Int"),
+    ],
+)
+def test_factors_refuse(product, factors, message):
+    decoder = Decoder(torch.ones(HIDDEN), None, hidden_size=HIDDEN, eps=EPS)
+    with pytest.raises(RuntimeError, match="w4a8::decoder_set_factors: decoder has no layer yet, expected"):
+        decoder.set_factors(product, factors)
+    decoder.add_layer(gate_up=[pack(2 * INNER, HIDDEN)], down=pack(HIDDEN, INNER))
+    with pytest.raises(RuntimeError, match=f"w4a8::decoder_set_factors: {message}"):
+        decoder.set_factors(product, factors)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -342,7 +437,7 @@ def test_layers_refuse(change, message):
     with pytest.raises(RuntimeError, match=f"w4a8::decoder_add_linear_attention: {message}"):
         decoder.add_linear_attention(**given | change)
     decoder.add_linear_attention(**given)
-    with pytest.raises(RuntimeError, match="the last layer of decoder has attention, expected one without"):
+    with pytest.raises(RuntimeError, match="the last layer of decoder has linear attention, expected one without"):
         decoder.add_linear_attention(**given)
 
 

@@ -140,18 +140,18 @@ struct ExpertsPlan {
   const float* shared_gate = nullptr;  ///< [hidden]: factor sigmoid(x * gate) of LayerPlan::mlp's output; null: 1
 };
 
-/// Attention, or linear attention, or neither; then an MLP, experts, both or neither.
+/// Attention, linear attention, both of the same normed row, or neither; then an MLP, experts, both or neither.
 struct LayerPlan {
   NormPlan before_attention;
   AttentionPlan attention;
   LinearPlan linear;
-  NormPlan after_attention;  ///< of attention's output, before it is added
+  NormPlan after_attention;  ///< of the output of each of the two, before it is added
   NormPlan before_mlp;
   bool parallel = false;  ///< the MLP and experts take what attention takes, in place of before_mlp
   MlpPlan mlp;            ///< beside experts: the shared expert, or none
   ExpertsPlan experts;
   NormPlan after_mlp;
-  float residual = 1.0f;  ///< factor of both outputs before they are added
+  float residual = 1.0f;  ///< factor of all outputs before they are added
 
   bool attends() const { return bool{attention.out}; }
   bool has_mlp() const { return experts.router || mlp.down; }

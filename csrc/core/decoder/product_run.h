@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "core/decoder/rows.h"
 #include "core/gemm.h"
 #include "core/layout.h"
 #include "core/split.h"
@@ -23,6 +24,8 @@ struct Piece {
   const PackedMatrix* up;  ///< null: there is no u
   int64_t up_column;       ///< the first column; may be inside of a panel
   Rows up_rows;
+  const float* factors;     ///< of the results of g's columns; null: none
+  const float* up_factors;  ///< likewise of u's
   int64_t m;
   float* out;           ///< [m, n], rows next to each other
   int64_t n;            ///< columns of the whole result
@@ -88,11 +91,20 @@ class ProductRun {
       const uint8_t* next = piece.up == nullptr ? piece.next : piece.up->panel(begin);
       state.kernel->gemm(piece.rows, piece.m, piece.matrix->panels(piece.panels.begin, next), piece.panels.size(), tile,
                          ldc, nullptr);
+      if (piece.factors != nullptr) scale(piece, piece.factors, tile);
       if (piece.up == nullptr) return;
       const int64_t end = ceil_div(piece.up_column + piece.columns(), kPanelColumns);
       state.kernel->gemm(piece.up_rows, piece.m, piece.up->panels(begin, piece.next), end - begin, tile + piece.m * ldc,
                          ldc, nullptr);
+      if (piece.factors != nullptr) {
+        scale(piece, piece.up_factors, tile + piece.m * ldc + piece.up_column % kPanelColumns);
+      }
     });
+  }
+
+  // The columns that will be stored.
+  static void scale(const Piece& piece, const float* factors, float* tile) {
+    for (int64_t r = 0; r < piece.m; ++r) scale_row(factors, piece.columns(), tile + r * piece.tile_columns());
   }
 
   static void commit(void* context, int64_t task, int worker) {

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/decoder/product_run.h"
+#include "core/decoder/rows.h"
 
 namespace w4a8 {
 
@@ -87,6 +88,10 @@ void Products::multiply_few(const Kernel& kernel, Team& team, const float* x, in
       piece.up = &matrices_[up];
       piece.up_column = piece.column() + (up == 0 ? n_ / 2 : 0);
     }
+    if (factors_ != nullptr) {
+      piece.factors = factors_ + begins_[span.matrix] + piece.column();
+      if (gated) piece.up_factors = factors_ + n_ / 2 + piece.column();
+    }
     if (rows == nullptr) return piece;
     piece.next = next_panel(spans, i);
     piece.rows = rows[span.matrix].from(0);
@@ -133,6 +138,15 @@ void Products::multiply(const Kernel& kernel, Team& team, Workspace& workspace, 
   for (std::size_t i = 0; i < matrices_.size(); ++i) {
     matmul(kernel, team, workspace, matrices_[i], x, DType::kFloat32, m, out + m * begins_[i]);
   }
+  if (factors_ == nullptr) return;
+  const auto scale = [&](int64_t, int64_t r, int) {
+    for (std::size_t i = 0; i < matrices_.size(); ++i) {
+      const int64_t n = matrices_[i].shape.n;
+      scale_row(factors_ + begins_[i], n, out + m * begins_[i] + r * n);
+    }
+  };
+  const Phase phases[] = {{m, scale, 0, true}};
+  run_phases(team, team.threads(), phases);
 }
 
 FloatRows Products::columns(float* out, int64_t m, int64_t column) const {

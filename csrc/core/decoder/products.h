@@ -31,6 +31,8 @@ class Products {
   int64_t n() const { return n_; }
   std::size_t count() const { return matrices_.size(); }
   int64_t columns_of(std::size_t matrix) const { return matrices_[matrix].shape.n; }
+  /// factors: [n], of the results of each column, with the matrix's bias; memory that outlives the products.
+  void scale_by(const float* factors) { factors_ = factors; }
   static constexpr std::size_t kMostMatrices = 4;
 
   /// Cuts the work of a few rows for this many workers. following: the next products, whose weights are fetched
@@ -64,6 +66,7 @@ class Products {
   std::vector<PackedMatrix> matrices_;
   std::vector<int64_t> begins_;  // the first column of each matrix
   int64_t n_ = 0;
+  const float* factors_ = nullptr;  // null: none
   std::vector<Span> spans_;
   std::vector<Span> gated_spans_;  // of g
   int workers_ = 1;

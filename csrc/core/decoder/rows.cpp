@@ -92,6 +92,10 @@ void add_scaled(const float* y, float factor, int64_t n, float* x) {
   for (int64_t i = 0; i < n; ++i) x[i] += factor * y[i];
 }
 
+void scale_row(const float* factors, int64_t n, float* x) {
+  for (int64_t i = 0; i < n; ++i) x[i] *= factors[i];
+}
+
 void load_floats(const void* x, DType dtype, int64_t n, float* out) {
   Lanes values;
   for (int64_t i = 0; i < n; i += kLanes) {

@@ -21,6 +21,9 @@ void rotate(const float* angles, int64_t half, bool interleaved, float* x);
 /// x[i] += factor * y[i] for i < n.
 void add_scaled(const float* y, float factor, int64_t n, float* x);
 
+/// x[i] *= factors[i] for i < n.
+void scale_row(const float* factors, int64_t n, float* x);
+
 /// out[i] = x[i] for i < n, a multiple of 16; x is of dtype.
 void load_floats(const void* x, DType dtype, int64_t n, float* out);
 

@@ -141,12 +141,16 @@ class Step {
       if (mixes) {
         if (layer.linear.out) {
           linear_attention(layer.linear, *states++);
-        } else if (layer.attention.latent) {
-          latent_attention(layer.attention, *cache++);
-        } else {
-          attention(layer.attention, *cache++);
+          add(layer.after_attention, layer.residual);
         }
-        add(layer.after_attention, layer.residual);
+        if (layer.attends()) {
+          if (layer.attention.latent) {
+            latent_attention(layer.attention, *cache++);
+          } else {
+            attention(layer.attention, *cache++);
+          }
+          add(layer.after_attention, layer.residual);
+        }
       }
       if (layer.has_mlp()) {
         if (!layer.parallel) norm(layer.before_mlp, args_.x, b_.normed);
@@ -542,8 +546,8 @@ void run_step(const Kernel& kernel, Team& team, Workspace& workspace, const Deco
 void cut_plan(DecoderPlan& plan, int workers) {
   std::vector<Products*> order;
   for (LayerPlan& layer : plan.layers) {
-    for (Products* products : {&layer.attention.qkv, &layer.attention.latent.q_up, &layer.attention.out,
-                               &layer.linear.in, &layer.linear.out, &layer.mlp.gate_up, &layer.mlp.down}) {
+    for (Products* products : {&layer.linear.in, &layer.linear.out, &layer.attention.qkv, &layer.attention.latent.q_up,
+                               &layer.attention.out, &layer.mlp.gate_up, &layer.mlp.down}) {
       if (*products) order.push_back(products);
     }
   }
