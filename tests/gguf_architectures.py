@@ -45,6 +45,8 @@ FEW = {"num_attention_heads": 2, "num_key_value_heads": 1}  # so that heads of 3
 COHERE = {**FEW, "logit_scale": 0.0625, "layer_norm_eps": 2.0**-18, "rms_norm_eps": None, "tie_word_embeddings": True}
 GRANITE = {**ROPE, **FEW, "embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22,
            "attention_multiplier": 0.1}  # fmt: skip
+MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_expand": 2,
+         "mamba_d_conv": 4}  # fmt: skip
 LONG = {"rope_type": "longrope", "rope_theta": 5000.0, "original_max_position_embeddings": 128,
         "short_factor": [1 + i / 8 for i in range(16)], "long_factor": [2 + i / 2 for i in range(16)]}  # fmt: skip
 YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0,
@@ -80,9 +82,8 @@ MODELS = {
     "granitemoe": ("GraniteMoe", {**GRANITE, **LOCAL}),
     "granitemoe, shared": ("GraniteMoeShared", {**GRANITE, **LOCAL, "shared_intermediate_size": 64}),
     "granitehybrid": ("GraniteMoeHybrid", {
-        **GRANITE, **LOCAL, "shared_intermediate_size": 64, "layer_types": ["mamba", "attention"] * 2,
-        "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_expand": 2,
-        "mamba_d_conv": 4, "position_embedding_type": None,
+        **GRANITE, **LOCAL, **MAMBA, "shared_intermediate_size": 64, "layer_types": ["mamba", "attention"] * 2,
+        "position_embedding_type": None,
     }),
     "lfm2": ("Lfm2", {**ROPE, **FEW, "layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3,
                       "block_auto_adjust_ff_dim": False, "norm_eps": 2.0**-18}),
@@ -143,6 +144,13 @@ INT4 = MODELS | {
     "hunyuan-dense, dynamic": ("HunYuanDenseV1", {
         "rope_parameters": {"rope_type": "dynamic", "rope_theta": 5000.0, "alpha": 50.0, "factor": 1.0},
     }),
+    "bamba": ("Bamba", {**IN_PART, **FEW, **MAMBA, "attn_layer_indices": [1, 3]}),
+    "falcon-h1": ("FalconH1", {  # powers of two are exact, of inputs as of results: others would make ties
+        **ROPE, **FEW, **MAMBA, "mamba_d_ssm": 128, "embedding_multiplier": 8.0, "lm_head_multiplier": 0.25,
+        "key_multiplier": 0.5, "attention_in_multiplier": 0.25, "attention_out_multiplier": 2.0,
+        "ssm_in_multiplier": 2.0, "ssm_out_multiplier": 0.25, "ssm_multipliers": [0.5, 0.25, 2.0, 0.25, 4.0],
+        "mlp_multipliers": [0.5, 0.25],
+    }),
     "qwen2": ("Qwen2", {**ROPE, **FEW}),
     "qwen3": ("Qwen3", ROPE),
     "qwen2moe": ("Qwen2Moe", {**ROPE, **QWEN, **FEW, "shared_expert_intermediate_size": 64, "norm_topk_prob": False}),
@@ -158,7 +166,7 @@ INT4 = MODELS | {
 # Whose experts are one tensor in safetensors, too: int4 formats have none for that.
 STACKED = {"gemma4, experts", "llama4", "granitemoe", "granitemoe, shared", "granitehybrid"}
 # Architectures that vLLM does not run from int4; docs/formats.md says why.
-GONE_FROM_VLLM = {"dots1"}  # since 0.23
+GONE_FROM_VLLM = {"bamba", "dots1"}
 NOT_INT4_IN_VLLM = NOT_IN_VLLM.keys() | GONE_FROM_VLLM | {"granitemoe", "granitehybrid", "phimoe"}
 STEP = 2.0**-5  # of matrices: whole numbers from -8 to 7 times this, which blocks of any type hold
 WRITTEN = Path(__file__).with_suffix(".json")

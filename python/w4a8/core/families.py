@@ -19,6 +19,7 @@ _FOUR: Norms = (
 )
 _TWO_OF_LFM2: Norms = (("input_norm", "operator_norm"), ("mlp_input_norm", "ffn_norm"))
 _ONE: Norms = _TWO[:1]
+_TWO_OF_BAMBA: Norms = (("input_norm", "input_layernorm"), ("mlp_input_norm", "pre_ff_layernorm"))
 _BEHIND: Norms = (("attention_norm", "post_attention_layernorm"), ("mlp_norm", "post_feedforward_layernorm"))
 _FOUR_OF_GLM: Norms = (
     ("input_norm", "input_layernorm"),
@@ -62,6 +63,8 @@ class Family:
         names: names of modules that differ from Llama's, by these. Of MLPs, vLLM joins gate and up.
         activation: of MLPs, by its name in transformers, where the config does not say; "": the config does.
         beside: attribute of a layer with an MLP beside ``mlp_at``, whose outputs are added, or in its place; "": none.
+        scaled: the config has factors of products (w4a8/core/product_factors.py); in transformers, embeddings that are
+            given are not multiplied by ``embedding_multiplier``.
         is_latent: attention is latent (MLA).
     """
 
@@ -90,6 +93,7 @@ class Family:
     names: Mapping[str, str] = field(default_factory=dict)
     activation: str = ""
     beside: str = ""
+    scaled: bool = False
     is_latent: bool = False
 
     def name(self, usual: str) -> str:
@@ -103,6 +107,7 @@ class Family:
 
 _GRANITE_MLP = {"gate_up_proj": "input_linear", "down_proj": "output_linear"}
 _COHERE = Family("commandr.Cohere", norms=_ONE, centered=True, parallel=True, interleaved=True)
+_NAMES_OF_BAMBA = {"norm": "final_layernorm", "mlp": "feed_forward"}
 _LFM2 = Family(
     "lfm2.Lfm2",
     layer="AttentionDecoderLayer",
@@ -232,6 +237,17 @@ FAMILIES = {
         part="mixer",
         names={"norm": "norm_f", "hidden_act": "mlp_hidden_act"},
         shared=("shared_experts", ""),
+    ),
+    "bamba": Family(norms=_TWO_OF_BAMBA, names=_NAMES_OF_BAMBA),
+    "falcon_h1": Family(
+        "falcon_h1.FalconH1",
+        layer="ParallelHybrid",
+        attention="AttentionDecoderLayer",
+        mlp_at="feed_forward",
+        refuses=("attention_bias", "mamba_proj_bias"),
+        norms=_TWO_OF_BAMBA,
+        names=_NAMES_OF_BAMBA,
+        scaled=True,
     ),
     "minimax_m2": Family("minimax_m2.MiniMaxM2", (), "MoE", mlp_at="block_sparse_moe"),
     "ministral3": Family(),

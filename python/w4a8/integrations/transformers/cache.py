@@ -9,7 +9,14 @@ from typing import Any
 
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 import w4a8
 from w4a8.ops import BLOCK_TOKENS, HEAD_SIZES
@@ -299,6 +306,33 @@ class LatentLayer(PackedLayer):
         return self.stock.update(key_states, value_states)
 
 
+class PackedHybridLayer(LinearAttentionLayer, PackedLayer):
+    """The cache of a layer with attention and linear attention side by side (Falcon-H1)."""
+
+    is_compileable = False
+
+    def __init__(self, pages: Pages, kind: str, states: int) -> None:
+        PackedLayer.__init__(self, pages, kind)
+        LinearAttentionLayer.__init__(self, number_of_states=states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Of keys and values, which come without names, or of states."""
+        part = PackedLayer if args else LinearAttentionLayer
+        part.lazy_initialization(self, *args, **kwargs)
+
+    def reset(self) -> None:
+        LinearAttentionLayer.reset(self)
+        PackedLayer.reset(self)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        LinearAttentionLayer.crop(self, tokens_to_remove)
+        PackedLayer.crop(self, tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+        PackedLayer.reorder_cache(self, beam_idx)
+
+
 class W4A8Cache(Cache):
     """Keys and values of full and sliding attention, packed; other layers are as in ``DynamicCache``.
 
@@ -325,6 +359,8 @@ class W4A8Cache(Cache):
         for i, layer in enumerate(layers):
             if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and not stock[i]:
                 layers[i] = LatentLayer(self.pages) if is_latent else PackedLayer(self.pages, kind)
+            elif type(layer) is LinearAttentionAndFullAttentionLayer:
+                layers[i] = PackedHybridLayer(self.pages, kind, len(layer.conv_states))
         super().__init__(layers=layers)
 
     def begin_step(

@@ -12,6 +12,7 @@ import torch
 from w4a8.checkpoint.routers import router_in_config
 from w4a8.core.families import FAMILIES
 from w4a8.core.matrix import matrix_of
+from w4a8.core.product_factors import product_factors
 from w4a8.decoder import Decoder
 from w4a8.integrations.rotary import FIXED, angles
 from w4a8.integrations.transformers.linear_attention import operator_of
@@ -87,10 +88,11 @@ class Stack:
         layers = list(self._part(inner, "layers"))[: config.num_hidden_layers]
         norm = self._part(inner, self.family.name("norm"))
         self.eps = self._eps(norm)
-        # Factors of Granite, and of Command R.
+        # Factors of Granite, of Command R, and of Falcon-H1.
         self.embedding_factor = float(getattr(config, "embedding_multiplier", 1.0))
         self.logits_divisor = float(getattr(config, "logits_scaling", 1.0))
-        self.logits_factor = float(getattr(config, "logit_scale", 1.0))
+        self.logits_factor = float(getattr(config, "logit_scale", getattr(config, "lm_head_multiplier", 1.0)))
+        self.factors = product_factors(config) if self.family.scaled else {}
         packed = isinstance(head, PackedLinear)
         self.head = None if packed else head
         self.decoder = Decoder(
@@ -171,7 +173,8 @@ class Stack:
         norms = family.norms
         part = getattr(layer, family.part) if family.part else None
         is_mlp = any(hasattr(part, name) for name in ("experts", "down_proj"))
-        known = operator is not None or attention is not None or is_mlp
+        has_states = getattr(layer, "mamba", None) is not None  # beside attention, or in its place
+        known = operator is not None or (not has_states and (attention is not None or is_mlp))
         _require(known, f"linear attention of {type(layer).__name__} is not packed")
         if family.part:
             mlp, norms = part if is_mlp else None, (("mlp_input_norm" if is_mlp else "input_norm", "norm"),)
@@ -191,6 +194,8 @@ class Stack:
         self.decoder.add_layer(residual=residual, parallel=family.parallel, **fields)
         if operator is not None:
             self.decoder.add_linear_attention(**operator.decoder_fields())
+        for product, factors in self.factors.items():
+            self.decoder.set_factors(product, factors)
         if experts:
             self._add_experts(mlp, gate)
 

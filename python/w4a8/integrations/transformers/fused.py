@@ -99,8 +99,11 @@ class _Forward(Guard):
                 past_key_values=past_key_values, inputs_embeds=inputs_embeds, labels=labels, use_cache=use_cache,
                 logits_to_keep=logits_to_keep, **kwargs,
             )  # fmt: skip
+        scales = self.stack.embedding_factor != 1 and (inputs_embeds is None or not self.stack.family.scaled)
         if inputs_embeds is None:
             inputs_embeds = model.get_input_embeddings()(input_ids)
+        if scales:
+            inputs_embeds = inputs_embeds * self.stack.embedding_factor
         logits = self._run(model, inputs_embeds, attention_mask, position_ids, past_key_values, logits_to_keep)
         return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
 
@@ -137,7 +140,6 @@ class _Forward(Guard):
     ) -> torch.Tensor:  # fmt: skip
         stack = self.stack
         batch, fresh, hidden = x.shape
-        x = x if stack.embedding_factor == 1 else x * stack.embedding_factor
         before = cache.get_seq_length()
         if position_ids is None:
             position_ids = torch.arange(before, before + fresh)[None]

@@ -210,7 +210,7 @@ def vllm_attention(layer: Any, family: Family) -> Any:
 def _attention_of(layer: Any, family: Family) -> Any:
     """The module around that attention."""
     _expect(layer, family.classes(family.layer, *family.more_layers))
-    if state_layer_of(layer) is not None:
+    if state_layer_of(layer) is not None and not hasattr(layer, family.attention_at):
         return None
     module = getattr(layer, family.part or family.attention_at)
     known = family.classes(family.attention)
@@ -370,6 +370,8 @@ def layer_fields(layer: Any, family: Family, norms: Norms, ropes: Ropes) -> Laye
             mlp, beside = beside, None
     if mlp is not None:
         _expect(mlp, known + experts)
+    if states is None and hasattr(layer, "mamba"):
+        raise Unfit(f"there is no table for {class_name(layer.mamba)}")
     for name in family.nothing:
         if any(getattr(owner, name, None) for owner in (layer, module or states)):
             raise Unfit(f"{class_name(layer)} with {name}")

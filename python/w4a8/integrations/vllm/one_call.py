@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 from vllm.forward_context import get_forward_context
 
+from w4a8.core.product_factors import product_factors
 from w4a8.decoder import Decoder, StepThreads
 from w4a8.integrations.vllm import settings
 from w4a8.integrations.vllm.config import is_ours
@@ -107,7 +108,7 @@ class OneCall:
 
     Attributes:
         attentions: vLLM's attention of each layer, which owns the cache.
-        linear: vLLM's linear attention of the other layers.
+        linear: vLLM's linear attention of the other layers, or beside attention.
     """
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
@@ -134,7 +135,7 @@ class OneCall:
         else:
             self.layers = list(self.inner.layers[self.inner.start_layer : self.inner.end_layer])
             self.embed = self.inner.embed_input_ids
-        self.embedding_factor = float(getattr(config, "embedding_multiplier", 1.0))  # of Granite
+        self.embedding_factor = float(getattr(config, "embedding_multiplier", 1.0))  # of Granite and Falcon-H1
         found = (vllm_attention(layer, self.family) for layer in self.layers)
         self.attentions = [each for each in found if each is not None]
         self.linear = [each for each in map(state_layer_of, self.layers) if each is not None]
@@ -163,10 +164,13 @@ class OneCall:
         weight = norms.weight(getattr(self.inner, self.family.name("norm")))
         head = None if self._head_layer is None else packed_head(self._head_layer)
         decoder = Decoder(weight, head, hidden_size=weight.shape[-1], eps=norms.eps, centered=norms.centered)
+        factors = product_factors(self.inner.config) if self.family.scaled else {}
         for layer, linear, experts in fields:
             decoder.add_layer(**layer)
             if linear:
                 decoder.add_linear_attention(**linear)
+            for product, each in factors.items():
+                decoder.set_factors(product, each)
             if experts:
                 decoder.add_experts(**experts)
         if self.family.is_latent:

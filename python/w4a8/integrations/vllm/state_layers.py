@@ -15,7 +15,8 @@ from w4a8.integrations.vllm.products import products_of
 
 def state_layer_of(layer: Any) -> Any:
     """vLLM's module of a layer that owns its states; None: the layer has none."""
-    return next((each for each in layer.children() if type(each).__name__ in _FIELDS), None)
+    parts = (each for child in layer.children() for each in (child, *child.children()))
+    return next((each for each in parts if type(each).__name__ in _FIELDS), None)
 
 
 def fields_of(module: Any) -> dict[str, Any]:
