@@ -151,6 +151,11 @@ INT4 = MODELS | {
         "ssm_in_multiplier": 2.0, "ssm_out_multiplier": 0.25, "ssm_multipliers": [0.5, 0.25, 2.0, 0.25, 4.0],
         "mlp_multipliers": [0.5, 0.25],
     }),
+    "kimi-linear": ("KimiLinear", {
+        **MLA, **ROUTED, "q_lora_rank": None, "n_shared_experts": 1, "linear_num_heads": 2, "linear_head_dim": 32,
+        "layer_types": ["linear_attention"] * 3 + ["full_attention"], "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+        "routed_scaling_factor": 2.5, "bos_token_id": 1, "eos_token_id": 2,
+    }),
     "qwen2": ("Qwen2", {**ROPE, **FEW}),
     "qwen3": ("Qwen3", ROPE),
     "qwen2moe": ("Qwen2Moe", {**ROPE, **QWEN, **FEW, "shared_expert_intermediate_size": 64, "norm_topk_prob": False}),
@@ -166,8 +171,9 @@ INT4 = MODELS | {
 # Whose experts are one tensor in safetensors, too: int4 formats have none for that.
 STACKED = {"gemma4, experts", "llama4", "granitemoe", "granitemoe, shared", "granitehybrid"}
 # Architectures that vLLM does not run from int4; docs/formats.md says why.
-GONE_FROM_VLLM = {"bamba", "dots1"}
-NOT_INT4_IN_VLLM = NOT_IN_VLLM.keys() | GONE_FROM_VLLM | {"granitemoe", "granitehybrid", "phimoe"}
+# Of which vLLM 0.32 has no model, or one for GPUs alone.
+NO_MODEL_IN_VLLM = {"bamba", "dots1", "kimi-linear"}
+NOT_INT4_IN_VLLM = NOT_IN_VLLM.keys() | NO_MODEL_IN_VLLM | {"granitemoe", "granitehybrid", "phimoe"}
 STEP = 2.0**-5  # of matrices: whole numbers from -8 to 7 times this, which blocks of any type hold
 WRITTEN = Path(__file__).with_suffix(".json")
 

@@ -70,7 +70,8 @@ class _Operator(Guard):
 
     computes_the_same = True  # as the layer's own, for w4a8.nn.hooks
     kind = ""  # of the layer, in a Decoder
-    cache_name, conv_name = "cache_params", "conv1d"  # of the argument and of the module, in transformers
+    # Of the argument and of the modules, in transformers.
+    cache_name, conv_name, out_name = "cache_params", "conv1d", "out_proj"
 
     def __init__(self, module: torch.nn.Module) -> None:
         super().__init__(module)
@@ -88,7 +89,7 @@ class _Operator(Guard):
             hidden_states = (hidden_states * mask[:, :, None]).to(hidden_states.dtype)
         batch, tokens = hidden_states.shape[:2]
         found = self._compute(layer, hidden_states.flatten(0, 1), {**states, **_sequences(batch, tokens)})
-        return layer.out_proj(found.unflatten(0, (batch, tokens)))
+        return getattr(layer, self.out_name)(found.unflatten(0, (batch, tokens)))
 
     def _is_apart(self, layer: Any, hidden_states: torch.Tensor, mask: Any, kwargs: dict[str, Any]) -> bool:
         """Whether the operators do not compute this call."""
@@ -246,6 +247,48 @@ class _GatedDelta(_Operator):
         return ops.gated_delta(*rows, **self.weights(layer), **states, **self._heads(layer))
 
 
+class _KimiDelta(_Operator):
+    """Kimi-Linear's layer (KDA): each channel of the keys has a decay of its own."""
+
+    kind = "gated_delta with a decay of each channel"
+    out_name = "o_proj"
+
+    def _fits(self, layer: Any) -> bool:
+        activations = layer.activation in ("silu", "swish"), layer.o_norm.activation == "sigmoid"
+        return layer.head_dim in ops.HEAD_SIZES and all(activations) and layer.conv1d.bias is None
+
+    def _state_size(self, layer: Any) -> tuple[int, ...]:
+        return layer.num_heads, layer.head_dim, layer.head_dim
+
+    def _floats(self, layer: Any) -> list[torch.Tensor | None]:
+        return [*super()._floats(layer), layer.forget_gate.A_log, layer.forget_gate.dt_bias, layer.o_norm.weight]
+
+    def _made(self, layer: Any) -> dict[str, Any]:
+        gate = layer.forget_gate
+        rates, bias = gate.A_log.flatten(), gate.dt_bias.view(layer.num_heads, layer.head_dim)
+        found = layer_weights(layer.conv1d.weight.squeeze(1), rates, bias)
+        return {**found, "norm": layer.o_norm.weight.detach().float()}
+
+    def decoder_fields(self) -> dict[str, Any]:
+        raise ValueError(f"a Decoder has no {self.kind}")
+
+    def _compute(self, layer: Any, hidden_states: torch.Tensor, states: dict[str, torch.Tensor]) -> torch.Tensor:
+        gate, heads = layer.forget_gate, layer.num_heads
+        qkv = torch.cat([layer.q_proj(hidden_states), layer.k_proj(hidden_states), layer.v_proj(hidden_states)], -1)
+        return ops.gated_delta(
+            qkv,
+            layer.g_b_proj(layer.g_a_proj(hidden_states)),
+            layer.b_proj(hidden_states),
+            **self.weights(layer),
+            **states,
+            key_heads=heads,
+            value_heads=heads,
+            norm_eps=layer.layer_norm_epsilon,
+            gate="sigmoid",
+            decay=gate.f_b_proj(gate.f_a_proj(hidden_states)).view(-1, heads, layer.head_dim),
+        )
+
+
 class _StateSpace(_Operator):
     """Mamba-2. The steps have no limits, as in transformers' code for one token."""
 
@@ -311,6 +354,7 @@ _OPERATORS = {
     "Qwen3NextGatedDeltaNet": _GatedDelta,
     "Qwen3_5GatedDeltaNet": _GatedDelta,
     "Qwen3_5MoeGatedDeltaNet": _GatedDelta,
+    "KimiLinearDeltaAttention": _KimiDelta,
     "BambaMixer": _StateSpace,
     "FalconH1Mixer": _StateSpace,
     "GraniteMoeHybridMambaLayer": _StateSpace,
