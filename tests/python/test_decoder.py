@@ -549,5 +549,5 @@ def test_decoders_refuse():
     with pytest.raises(RuntimeError, match="decoder -1 does not exist, or was destroyed"):
         torch.ops.w4a8.decoder_step(
             torch.tensor([-1]), torch.zeros(1, 96), torch.zeros(1).long(), [], [PAGES], *LENGTHS, [], [], [], [], None,
-            None,
+            [], None, None,
         )  # fmt: skip
