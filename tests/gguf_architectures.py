@@ -133,6 +133,16 @@ INT4 = MODELS | {
         **WINDOWS, "rope_parameters": dict.fromkeys(QUARTER, _ROPE), "tie_word_embeddings": True,
         "query_pre_attn_scalar": HEAD,
     }),
+    "gemma4, values are keys": ("Gemma4", {  # as 31B
+        **WINDOWS, "rope_parameters": QUARTER, "tie_word_embeddings": True, "global_head_dim": 512,
+        "num_global_key_value_heads": 1, "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
+        "final_logit_softcapping": 30.0,
+    }),
+    "gemma4, shared keys": ("Gemma4", {  # as E2B and E4B
+        **WINDOWS, "rope_parameters": QUARTER, "tie_word_embeddings": True, "global_head_dim": 64,
+        "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+    }),
     "granite, 4": ("GraniteMoeHybrid", {  # of Granite 4 that without experts and without Mamba
         **GRANITE, "num_local_experts": 0, "shared_intermediate_size": INTER, "layer_types": ["attention"] * 4,
         "position_embedding_type": "rope",

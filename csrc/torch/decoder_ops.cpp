@@ -1,6 +1,7 @@
 // The layers of a decoder: checks, and what a plan points to is kept alive.
 
 #include <memory>
+#include <numeric>
 
 #include "core/decoder/step.h"
 #include "torch/checks.h"
@@ -29,11 +30,19 @@ std::vector<PackedMatrix> experts_of(const char* name, const Tensor& stack, int6
   return matrices;
 }
 
+Projected projected_of(Text projected) {
+  if (projected == "qkv") return Projected::kQkv;
+  if (projected == "qk") return Projected::kQk;
+  W4A8_CHECK(projected == "q", "projected is '", projected, "', expected 'qkv', 'qk' or 'q'");
+  return Projected::kQ;
+}
+
 Products qkv_of(Decoder& decoder, const AttentionPlan& attention, Tensors qkv, int64_t hidden) {
-  const int64_t q = attention.q_size();
-  const int64_t kv = attention.kv_size();
-  Products products = products_of(decoder, "qkv", qkv, hidden, q + 2 * kv);
-  check_ends("qkv", products, {q, kv, kv});
+  std::vector<int64_t> parts = {attention.q_size()};
+  if (attention.projected != Projected::kQ) parts.push_back(attention.kv_size());
+  if (attention.projected == Projected::kQkv) parts.push_back(attention.kv_size());
+  Products products = products_of(decoder, "qkv", qkv, hidden, std::accumulate(parts.begin(), parts.end(), int64_t{0}));
+  check_ends("qkv", products, parts);
   return products;
 }
 
@@ -117,9 +126,11 @@ NormPlan norm_of_heads(Decoder& decoder, const AttentionPlan& attention, const c
 
 // Attention that is not latent.
 void set_heads(Decoder& decoder, AttentionPlan& attention, Tensors qkv, const OptionalTensor& qkv_bias,
-               const OptionalTensor& q_norm, const OptionalTensor& k_norm, float eps) {
+               const OptionalTensor& q_norm, const OptionalTensor& k_norm, const OptionalTensor& v_norm, float eps) {
   const int64_t size = attention.head_size;
   check_cache_shape({attention.kind, size, size});
+  W4A8_CHECK(attention.projected != Projected::kQ || (!k_norm.has_value() && !v_norm.has_value()),
+             "k_norm or v_norm is given, expected neither with projected 'q'");
   attention.qkv = qkv_of(decoder, attention, qkv, decoder.plan.hidden);
   check_count("qkv_bias", qkv_bias, attention.qkv.n());
   attention.qkv_bias = decoder.keep_floats("qkv_bias", qkv_bias);
@@ -129,6 +140,7 @@ void set_heads(Decoder& decoder, AttentionPlan& attention, Tensors qkv, const Op
              ", expected [", size, "] with gated");
   attention.q_norm = norm_of_heads(decoder, attention, "q_norm", q_norm, attention.heads, eps);
   attention.k_norm = norm_of_heads(decoder, attention, "k_norm", k_norm, attention.kv_heads, eps);
+  attention.v_norm = norm_of(decoder, "v_norm", v_norm, size, eps);
 }
 
 }  // namespace
@@ -150,7 +162,7 @@ Tensor decoder_create_cpu(const Tensor& norm, const OptionalTensor& head, int64_
 void decoder_add_layer_cpu(const Tensor& decoder, Tensors gate_up, const OptionalTensor& down,
                            const OptionalTensor& input_norm, const OptionalTensor& attention_norm,
                            const OptionalTensor& mlp_input_norm, const OptionalTensor& mlp_norm,
-                           int64_t activation_kind, double residual, bool parallel) {
+                           int64_t activation_kind, double residual, bool parallel, double output_scale) {
   const DecoderUse found(decoder);
   DecoderPlan& plan = found->plan;
   const int64_t hidden = plan.hidden;
@@ -163,6 +175,7 @@ void decoder_add_layer_cpu(const Tensor& decoder, Tensors gate_up, const Optiona
   layer.residual = finite_number("residual", residual);
   W4A8_CHECK(!parallel || !mlp_input_norm.has_value(), "mlp_input_norm is given, expected none with parallel");
   layer.parallel = parallel;
+  layer.output_scale = finite_number("output_scale", output_scale);
   W4A8_CHECK((gate_up.size() != 0) == down.has_value(), "gate_up has ", gate_up.size(), " tensors and down is ",
              down.has_value() ? "given" : "not given", ", expected both or none");
   if (down.has_value()) {
@@ -189,7 +202,8 @@ void decoder_add_attention_cpu(const Tensor& decoder, Tensors qkv, const Tensor&
                                const OptionalTensor& k_norm, int64_t rope, bool interleaved,
                                const OptionalTensor& qkv_bias, const OptionalTensor& out_bias, bool gated,
                                const OptionalTensor& q_up, const OptionalTensor& k_up, const OptionalTensor& v_up,
-                               const OptionalTensor& kv_up, Optional<double> qk_norm_eps, bool turn_first) {
+                               const OptionalTensor& kv_up, Optional<double> qk_norm_eps, bool turn_first,
+                               const OptionalTensor& v_norm, Text projected) {
   const DecoderUse found(decoder);
   LayerPlan& layer = last_layer(*found, "without attention");
   W4A8_CHECK(!layer.attends(), "the last layer of decoder has attention, expected one without");
@@ -210,16 +224,19 @@ void decoder_add_attention_cpu(const Tensor& decoder, Tensors qkv, const Tensor&
   attention.kind = kind_of(kind);
   attention.gated = gated;
   const float eps = qk_norm_eps.has_value() ? positive_number("qk_norm_eps", *qk_norm_eps) : found->plan.norm.eps;
+  attention.projected = projected_of(projected);
   if (attention.kind == CacheKind::kLatent) {
     W4A8_CHECK(!qkv_bias.has_value(), "qkv_bias is given, expected none for a cache of kind 'latent'");
     W4A8_CHECK(window == 0, "window is ", window, ", expected 0 for a cache of kind 'latent'");
     W4A8_CHECK(!gated, "gated is true, expected false for a cache of kind 'latent'");
     W4A8_CHECK(!turn_first, "turn_first is true, expected false for a cache of kind 'latent'");
+    W4A8_CHECK(attention.projected == Projected::kQkv && !v_norm.has_value(), "projected is '", projected,
+               "' or v_norm is given, expected 'qkv' and no v_norm for a cache of kind 'latent'");
     set_latent(*found, attention, qkv, q_up, k_up, v_up, kv_up, q_norm, k_norm, eps);
   } else {
     W4A8_CHECK(!q_up.has_value() && !k_up.has_value() && !v_up.has_value() && !kv_up.has_value(),
                "q_up, k_up, v_up or kv_up is given, expected a cache of kind 'latent' for it");
-    set_heads(*found, attention, qkv, qkv_bias, q_norm, k_norm, eps);
+    set_heads(*found, attention, qkv, qkv_bias, q_norm, k_norm, v_norm, eps);
   }
   check_count("out_bias", out_bias, hidden);
   attention.out_bias = found->keep_floats("out_bias", out_bias);
@@ -242,7 +259,9 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
                              Text scoring_func, Optional<int64_t> num_expert_group, Optional<int64_t> topk_group,
                              double routed_scaling_factor, const OptionalTensor& e_score_correction_bias,
                              int64_t activation_kind, const OptionalTensor& shared_gate, Optional<double> limit,
-                             Optional<double> alpha, Optional<double> beta) {
+                             Optional<double> alpha, Optional<double> beta, const OptionalTensor& input_norm,
+                             const OptionalTensor& router_norm, const OptionalTensor& output_norm,
+                             const OptionalTensor& shared_norm, const OptionalTensor& expert_factors) {
   const DecoderUse found(decoder);
   check_cpu({{"router", router},
              {"router_bias", router_bias},
@@ -254,8 +273,8 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
   W4A8_CHECK(!layer.experts.router, "the last layer of decoder has experts, expected one without");
   const int64_t hidden = found->plan.hidden;
   check_count("shared_gate", shared_gate, hidden);
-  W4A8_CHECK(layer.mlp.down || !shared_gate.has_value(),
-             "shared_gate is given, expected a layer with gate_up and down for it");
+  W4A8_CHECK(layer.mlp.down || (!shared_gate.has_value() && !shared_norm.has_value()),
+             "shared_gate or shared_norm is given, expected a layer with gate_up and down for it");
   W4A8_CHECK(router.dim() == 2 && router.size(1) == hidden, "router has shape ", shape_text(router.sizes()),
              ", expected [experts, ", hidden, "]");
   const int64_t experts = router.size(0);
@@ -275,6 +294,13 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
   plan.router = float_matrix(*found, "router", router, experts, hidden);
   plan.router_bias = found->keep_floats("router_bias", router_bias);
   plan.shared_gate = found->keep_floats("shared_gate", shared_gate);
+  check_count("expert_factors", expert_factors, experts);
+  plan.factors = found->keep_floats("expert_factors", expert_factors);
+  const float eps = found->plan.norm.eps;
+  plan.before = norm_of(*found, "input_norm", input_norm, hidden, eps);
+  plan.before_router = norm_of(*found, "router_norm", router_norm, hidden, eps);
+  plan.after = norm_of(*found, "output_norm", output_norm, hidden, eps);
+  plan.after_shared = norm_of(*found, "shared_norm", shared_norm, hidden, eps);
   const Tensor w13 = found->keep("w13_packed", dense(w13_packed));
   plan.w13 = input_data<uint8_t>(w13);
   plan.w13_bytes = w13.size(1);
@@ -308,6 +334,26 @@ void decoder_set_factors_cpu(const Tensor& decoder, Text product, const Tensor& 
   }
   W4A8_CHECK(false, "product is '", product,
              "', expected 'qkv', 'out', 'projections', 'linear_out', 'gate_up' or 'down'");
+}
+
+void decoder_add_layer_input_cpu(const Tensor& decoder, const Tensor& gate, const Tensor& down,
+                                 const OptionalTensor& norm, int64_t activation_kind) {
+  const DecoderUse found(decoder);
+  check_cpu({{"gate", gate}, {"down", down}});
+  W4A8_CHECK(!found->plan.layers.empty(), "decoder has no layer yet, expected one without an input");
+  LayerPlan& layer = found->plan.layers.back();
+  W4A8_CHECK(layer.input.size == 0, "the last layer of decoder has an input, expected one without");
+  const int64_t hidden = found->plan.hidden;
+  LayerInputPlan input;
+  input.gate = any_matrix(*found, "gate", gate, 0, hidden);
+  input.size = input.gate.n();
+  W4A8_CHECK(input.size >= 16 && input.size % 16 == 0, "gate has ", input.size,
+             " out_features, expected a multiple of 16");
+  input.down = any_matrix(*found, "down", down, hidden, input.size);
+  input.activation = activation_of(activation_kind);
+  input.after = norm_of(*found, "norm", norm, hidden, found->plan.norm.eps);
+  layer.input = std::move(input);
+  found->workers = 0;
 }
 
 void decoder_destroy_cpu(const Tensor& decoder) { decoders().remove(number_of(decoder)); }

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <initializer_list>
 #include <utility>
 #include <vector>
 
@@ -45,9 +44,22 @@ inline Products products_of(Decoder& decoder, const char* name, Tensors tensors,
 
 // A matrix of floats, [n, k].
 inline FloatMatrix float_matrix(Decoder& decoder, const char* name, const Tensor& matrix, int64_t n, int64_t k) {
+  check_cpu({{name, matrix}});
   check_shape_is(name, matrix, {n, k});
   const DType type = activation_dtype(name, matrix);
   return {input_data(decoder.keep(name, dense(matrix))), type, n};
+}
+
+// A packed matrix, or floats [n, k]. n of 0: as many as there are.
+inline AnyMatrix any_matrix(Decoder& decoder, const char* name, const Tensor& matrix, int64_t n, int64_t k) {
+  AnyMatrix any;
+  any.k = k;
+  if (type_of(matrix) == ScalarType::Byte) {
+    any.packed = products_of(decoder, name, std::vector<Tensor>{matrix}, k, n);
+  } else {
+    any.floats = float_matrix(decoder, name, matrix, n == 0 && matrix.dim() > 0 ? matrix.size(0) : n, k);
+  }
+  return any;
 }
 
 inline void check_matrix(const char* name, const Tensor& tensor, int64_t rows, int64_t columns) {
@@ -74,7 +86,7 @@ inline LayerPlan& last_layer(Decoder& decoder, const char* expected) {
 }
 
 // A matrix ends where one of the parts ends that the columns of all of them are, and they have no others.
-inline void check_ends(const char* name, const Products& products, std::initializer_list<int64_t> parts) {
+inline void check_ends(const char* name, const Products& products, const std::vector<int64_t>& parts) {
   std::vector<int64_t> ends;
   for (const int64_t part : parts) ends.push_back((ends.empty() ? 0 : ends.back()) + part);
   int64_t columns = 0;

@@ -193,6 +193,17 @@ Tensor wanted_rows(const Tensor& rows, int64_t tokens) {
   return wanted;
 }
 
+// The layers' own numbers of each token, float32.
+Tensor numbers_of_layers(const OptionalTensor& layer_inputs, int64_t tokens, int64_t columns) {
+  check_cpu({{"layer_inputs", layer_inputs}});
+  W4A8_CHECK(layer_inputs.has_value() == (columns > 0), "layer_inputs is ", layer_inputs.has_value() ? "" : "not ",
+             "given, expected ", columns, " numbers of each token, as the layers of decoder take");
+  if (!layer_inputs.has_value()) return Tensor();
+  check_activations({{"layer_inputs", *layer_inputs}});
+  check_shape_is("layer_inputs", *layer_inputs, {tokens, columns});
+  return to_float32(dense(*layer_inputs));
+}
+
 // A copy in float32, which the step writes to.
 Tensor own_rows(const Tensor& hidden) {
   const Tensor given = dense(hidden);
@@ -209,7 +220,7 @@ Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tenso
                         Tensors block_tables, const Tensor& seq_lens, const Tensor& query_start_loc, Tensors ropes,
                         Tensors conv_states, Tensors states, Tensors slots, const OptionalTensor& fresh,
                         Tensors out_slots, const OptionalTensor& accepted, const OptionalTensor& rows,
-                        const OptionalTensor& normed, int64_t threads) {
+                        const OptionalTensor& normed, int64_t threads, const OptionalTensor& layer_inputs) {
   const DecoderUse found(decoder);
   DecoderPlan& plan = found->plan;
   found->check_kept();
@@ -237,6 +248,8 @@ Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tenso
   const Tensor wanted = rows.has_value() ? wanted_rows(*rows, tokens) : Tensor();
   args.rows = rows.has_value() ? input_data<int64_t>(wanted) : nullptr;
   args.row_count = rows.has_value() ? wanted.size(0) : tokens;
+  const Tensor inputs = numbers_of_layers(layer_inputs, tokens, plan.input_columns());
+  args.inputs = layer_inputs.has_value() ? input_data<float>(inputs) : nullptr;
   const Tensor x = own_rows(hidden);
   const int64_t columns = plan.head ? plan.head.n() : plan.hidden;
   Tensor out = new_tensor({args.row_count, columns}, type_of(hidden), hidden);
@@ -260,6 +273,7 @@ Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tenso
     numbers.insert(numbers.end(), more.begin(), more.end());
   }
   if (rows.has_value()) numbers.emplace_back("rows", wanted);
+  if (layer_inputs.has_value()) numbers.emplace_back("layer_inputs", inputs);
   for (const Tensor& cache : caches) check_apart({"caches", cache}, numbers);
   for (const Tensor& state : conv_states) check_apart({"conv_states", state}, numbers);
   for (const Tensor& state : states) check_apart({"states", state}, numbers);

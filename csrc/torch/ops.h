@@ -100,14 +100,15 @@ Tensor decoder_create_cpu(const Tensor& norm, const OptionalTensor& head, int64_
 void decoder_add_layer_cpu(const Tensor& decoder, Tensors gate_up, const OptionalTensor& down,
                            const OptionalTensor& input_norm, const OptionalTensor& attention_norm,
                            const OptionalTensor& mlp_input_norm, const OptionalTensor& mlp_norm,
-                           int64_t activation_kind, double residual, bool parallel);
+                           int64_t activation_kind, double residual, bool parallel, double output_scale);
 void decoder_add_attention_cpu(const Tensor& decoder, Tensors qkv, const Tensor& out, int64_t heads, int64_t kv_heads,
                                int64_t head_size, double scale, Text kind, int64_t window, bool drops_pages,
                                double soft_cap, const OptionalTensor& sinks, const OptionalTensor& q_norm,
                                const OptionalTensor& k_norm, int64_t rope, bool interleaved,
                                const OptionalTensor& qkv_bias, const OptionalTensor& out_bias, bool gated,
                                const OptionalTensor& q_up, const OptionalTensor& k_up, const OptionalTensor& v_up,
-                               const OptionalTensor& kv_up, Optional<double> qk_norm_eps, bool turn_first);
+                               const OptionalTensor& kv_up, Optional<double> qk_norm_eps, bool turn_first,
+                               const OptionalTensor& v_norm, Text projected);
 void decoder_add_linear_attention_cpu(const Tensor& decoder, Tensors projections, const OptionalTensor& gates,
                                       const Tensor& out, const Tensor& conv_weight, Text kind, int64_t key_heads,
                                       int64_t value_heads, int64_t key_size, int64_t value_size,
@@ -120,13 +121,17 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
                              Text scoring_func, Optional<int64_t> num_expert_group, Optional<int64_t> topk_group,
                              double routed_scaling_factor, const OptionalTensor& e_score_correction_bias,
                              int64_t activation_kind, const OptionalTensor& shared_gate, Optional<double> limit,
-                             Optional<double> alpha, Optional<double> beta);
+                             Optional<double> alpha, Optional<double> beta, const OptionalTensor& input_norm,
+                             const OptionalTensor& router_norm, const OptionalTensor& output_norm,
+                             const OptionalTensor& shared_norm, const OptionalTensor& expert_factors);
 void decoder_set_factors_cpu(const Tensor& decoder, Text product, const Tensor& factors);
+void decoder_add_layer_input_cpu(const Tensor& decoder, const Tensor& gate, const Tensor& down,
+                                 const OptionalTensor& norm, int64_t activation_kind);
 Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tensor& positions, Tensors caches,
                         Tensors block_tables, const Tensor& seq_lens, const Tensor& query_start_loc, Tensors ropes,
                         Tensors conv_states, Tensors states, Tensors slots, const OptionalTensor& fresh,
                         Tensors out_slots, const OptionalTensor& accepted, const OptionalTensor& rows,
-                        const OptionalTensor& normed, int64_t threads);
+                        const OptionalTensor& normed, int64_t threads, const OptionalTensor& layer_inputs);
 void decoder_destroy_cpu(const Tensor& decoder);
 
 }  // namespace w4a8

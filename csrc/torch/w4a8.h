@@ -104,7 +104,7 @@ W4A8_EXPORT std::tuple<at::Tensor, at::Tensor> topk_routing(
     double routed_scaling_factor = 1.0, const c10::optional<at::Tensor>& e_score_correction_bias = c10::nullopt);
 
 /// Writes the last tokens of sequences to a paged cache of keys and values. key [T, KV, D], value [T, KV, V] (float32,
-/// bfloat16, float16; D and V multiples of 16 up to 256); cache: uint8 or int8 [pages, KV, bytes], whole blocks of 64
+/// bfloat16, float16; D and V multiples of 16 up to 512); cache: uint8 or int8 [pages, KV, bytes], whole blocks of 64
 /// tokens; block_table: int32 [B, W], the pages of each sequence in order; seq_lens: int32 [B], tokens of each sequence
 /// including these; query_start_loc: int32 [B + 1], where the tokens of each sequence are in key. kind: "int8",
 /// "bfloat16", or "latent": D up to 576, and value is key[..., :V], V below D. window: as in paged_attention.

@@ -11,6 +11,7 @@ import torch
 
 _FIELDS_OF_LAYER = {
     "input_norm", "attention_norm", "mlp_input_norm", "mlp_norm", "activation_kind", "residual", "parallel",
+    "output_scale",
 }  # fmt: skip
 
 
@@ -71,11 +72,12 @@ class Decoder:
     ) -> None:
         """Adds a layer: ``x += attention(norm(x))``, then ``x += mlp(norm(x))``.
 
-        :meth:`add_linear_attention` and :meth:`add_experts` may follow. What a layer does not get is left out.
+        :meth:`add_linear_attention`, :meth:`add_experts` and :meth:`add_layer_input` may follow. What a layer does not
+        get is left out.
 
         Args:
-            qkv: packed q, k and v; q and k, k and v, or all three may be one matrix. Latent attention: docs/decoder.md.
-                Empty, without out: no attention.
+            qkv: packed q, k and v, or less (``projected``); q and k, k and v, or all three may be one matrix. Latent
+                attention: docs/decoder.md. Empty, without out: no attention.
             out: packed, the output projection of attention.
             gate_up: packed gate and up, or one matrix of both. Empty, without down: no MLP.
             down: packed.
@@ -152,6 +154,20 @@ class Decoder:
         with torch.no_grad():
             torch.ops.w4a8.decoder_set_factors(self._number, product, factors)
 
+    def add_layer_input(self, gate: torch.Tensor, down: torch.Tensor, **fields: Any) -> None:
+        """Gives the last layer numbers of its own for each token: ``x += norm(down(activation(gate(x)) * numbers))``.
+
+        Args:
+            gate: packed, or floating [n, hidden_size], n a multiple of 16.
+            down: packed, or floating [hidden_size, n].
+            **fields: ``norm``, floating [hidden_size] or None, and ``activation_kind``.
+
+        Raises:
+            RuntimeError: sizes do not fit; names the argument.
+        """
+        with torch.no_grad():
+            torch.ops.w4a8.decoder_add_layer_input(self._number, gate, down, **fields)
+
     def step(
         self,
         hidden: torch.Tensor,
@@ -163,6 +179,7 @@ class Decoder:
         normed: torch.Tensor | None = None,
         threads: int = 0,
         states: States | None = None,
+        layer_inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Runs all layers for new tokens.
 
@@ -170,7 +187,8 @@ class Decoder:
             hidden: floating [tokens, hidden_size], the input of the first layer.
             positions: int64 [tokens], rows of the tables in ``ropes``.
             caches: one of each layer with attention, uint8 or int8 [pages, kv_heads, bytes]; keys and values are
-                written there.
+                written there. A layer that makes none has the cache of the earlier layer whose keys and values it
+                takes.
             tables: block_table, seq_lens and query_start_loc of ``paged_attention``; block_table may be a sequence
                 with one table of each layer with attention.
             ropes: tables, float32 [positions, 2 * half]: cosines, then sines.
@@ -179,6 +197,7 @@ class Decoder:
             threads: number of threads that compute; 0: torch's number. A step makes the team of threads if torch has
                 the same number of threads. Without a team the calling thread computes alone.
             states: of the layers with linear attention, if there are any.
+            layer_inputs: floating [tokens, numbers], those of all layers that take some, side by side.
 
         Returns:
             [rows, out_features of the head] in hidden's dtype; without a head [rows, hidden_size].
@@ -190,8 +209,9 @@ class Decoder:
         pages = [pages] if isinstance(pages, torch.Tensor) else pages
         states = states or States([], [], [], None)
         return torch.ops.w4a8.decoder_step(
-            self._number, hidden, positions, caches, pages, *lengths, ropes, *states, rows, normed, threads
-        )
+            self._number, hidden, positions, caches, pages, *lengths, ropes, *states, rows, normed, threads,
+            layer_inputs,
+        )  # fmt: skip
 
 
 class StepThreads:

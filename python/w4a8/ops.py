@@ -42,7 +42,8 @@ __all__ = [
 OPERATORS = [name for name in __all__ if name.islower() and name not in ("attention_block_bytes", "read_header")]
 
 DEFAULT_EFFORT = 2  # of round_weights
-HEAD_SIZES = range(16, 257, 16)  # that paged_attention and the operators of linear attention take
+HEAD_SIZES = range(16, 513, 16)  # that paged_attention takes
+STATE_SIZES = range(16, 257, 16)  # that the operators of linear attention take
 LATENT_SIZES = range(32, 577, 16)  # of keys, in a cache of kind "latent"
 BLOCK_TOKENS = 64  # tokens of a block in the cache of paged_attention; a page has whole blocks
 
@@ -494,8 +495,8 @@ def paged_attention_write(
     A token is quantized once, when it is written: the split of tokens into calls does not change the cache.
 
     Args:
-        key: float32, bfloat16 or float16 [T, KV, D], D a multiple of 16 up to 256, after the rotary embedding.
-        value: [T, KV, V] of the same dtype, V a multiple of 16 up to 256. kind "latent": key[..., :V], V less than D,
+        key: float32, bfloat16 or float16 [T, KV, D], D a multiple of 16 up to 512, after the rotary embedding.
+        value: [T, KV, V] of the same dtype, V a multiple of 16 up to 512. kind "latent": key[..., :V], V less than D,
             D up to 576.
         cache: uint8 or int8 [pages, KV, bytes], changed in place. bytes: attention_block_bytes(kind, D, V) for each 64
             tokens of a page. A new cache may hold any bytes.

@@ -249,9 +249,10 @@ class AttentionTest : public KernelFixture {
 TEST_P(AttentionTest, EveryHeadSize) {
   W4A8_TRACE_SEED();
   Rng rng(900);
-  for (int64_t size = 16; size <= 256; size += 16) {
+  for (int64_t size = 16; size <= kMostHeadSize; size += 16) {
     for (const CacheKind kind : kCacheKinds) {
-      check(rng, {.shape = shape_of(kind, size, 272 - size), .lengths = {67}, .fresh = {3}});
+      const CacheShape shape = shape_of(kind, size, kMostHeadSize + 16 - size);
+      check(rng, {.shape = shape, .lengths = {67}, .fresh = {3}});
     }
   }
   check(rng, {.shape = {CacheKind::kLatent, 576, 512}, .heads = 1, .group = 16, .lengths = {200}, .fresh = {2}});
@@ -426,12 +427,12 @@ TEST_P(AttentionTest, LargestFinite) {
 
 TEST(AttentionShapeTest, HeadSizes) {
   const auto check = [](int64_t keys, int64_t values) { check_cache_shape({CacheKind::kInt8, keys, values}); };
-  check(16, 256);
-  EXPECT_EQ(message_of([&] { check(0, 16); }), "the head size of the keys is 0, expected a multiple of 16 in 16..256");
-  EXPECT_EQ(message_of([&] { check(16, 272); }),
-            "the head size of the values is 272, expected a multiple of 16 in 16..256");
+  check(16, 512);
+  EXPECT_EQ(message_of([&] { check(0, 16); }), "the head size of the keys is 0, expected a multiple of 16 in 16..512");
+  EXPECT_EQ(message_of([&] { check(16, 528); }),
+            "the head size of the values is 528, expected a multiple of 16 in 16..512");
   EXPECT_EQ(message_of([&] { check(72, 64); }),
-            "the head size of the keys is 72, expected a multiple of 16 in 16..256");
+            "the head size of the keys is 72, expected a multiple of 16 in 16..512");
   const auto check_latent = [](int64_t keys, int64_t values) { check_cache_shape({CacheKind::kLatent, keys, values}); };
   check_latent(576, 560);
   check_latent(32, 16);

@@ -209,7 +209,7 @@ cache = lambda pages, heads: torch.zeros(  # noqa: E731
     pages, heads, 2 * w4a8.attention_block_bytes("int8", 64, 64), dtype=torch.uint8
 )
 WRITE = [
-    ({"key": torch.zeros(3, 2, 72)}, "the head size of the keys is 72, expected a multiple of 16 in 16..256"),
+    ({"key": torch.zeros(3, 2, 72)}, "the head size of the keys is 72, expected a multiple of 16 in 16..512"),
     ({"key": torch.zeros(3, 128)}, "key has shape [3, 128], expected [tokens, heads, head size]"),
     ({"key": torch.zeros(3, 2, 64).double()}, "key has dtype Double, expected float32, bfloat16 or float16"),
     ({"value": torch.zeros(3, 2, 64).half()}, "value has dtype Half, expected Float, that of key"),
@@ -233,7 +233,7 @@ WRITE = [
 ATTEND = [
     ({"query": torch.zeros(3, 5, 64)}, "query has 5 heads, expected a multiple of 2, those of cache"),
     ({"query": torch.zeros(3, 2, 64, dtype=torch.int8)}, "query has dtype Char, expected float32, bfloat16 or float16"),
-    ({"value_size": 40}, "the head size of the values is 40, expected a multiple of 16 in 16..256"),
+    ({"value_size": 40}, "the head size of the values is 40, expected a multiple of 16 in 16..512"),
     ({"soft_cap": -1.0}, "soft_cap is -1, expected 0 (none) or a positive number of float32 up to 2^127"),
     ({"soft_cap": math.nan}, "soft_cap is nan, expected 0 (none) or a positive number"),
     ({"soft_cap": math.inf}, "soft_cap is inf, expected 0 (none) or a positive number"),

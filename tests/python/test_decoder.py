@@ -13,6 +13,7 @@ import w4a8
 from w4a8.decoder import Decoder
 
 HIDDEN, HEADS, KV, SIZE, INNER, VOCAB, POSITIONS = 96, 6, 2, 32, 160, 75, 512
+INPUTS = HIDDEN // 2  # numbers of a token for each of two layers
 EPS = 1e-5
 NAN, INF = float("nan"), float("inf")
 KINDS = ["int4", "int4 minimums", "int8"]  # of q, k and v: they want rows quantized in different ways
@@ -70,8 +71,12 @@ class Steps:
         rows = None if rows is None else torch.tensor(rows, dtype=torch.int64)
         return self.decoder.step(
             x, self.positions(lengths, fresh), self.caches, self.tables(lengths, fresh), [self.rope], rows, normed,
-            threads,
+            threads, layer_inputs=self.layer_inputs(x),
         )  # fmt: skip
+
+    def layer_inputs(self, x):
+        """The layers' own numbers of the tokens of x: those of x itself."""
+        return
 
     def check_in_pieces(self, x, expected, threads):
         """Sequences of 90 and 40 tokens: one token, chunks, both in a call, and whole."""
@@ -106,6 +111,7 @@ class Model(Steps):
     def __init__(self, *, layers=2, fused=False, experts=0, shared=None, four_norms=False, head_norm=None, window=0,
                  kind="int8", interleaved=False, turned=SIZE, head=True, activation=0, biases=False, matrices="qkv",
                  numbers=None, gated=True, centered=False, biased_norms=False, parallel=False, turn_first=False,
+                 projected=("qkv",), v_norm=False, own_norms=False, output_scale=1.0, inputs=None,
                  **attention):  # fmt: skip
         norm = lambda *shape: 1 + 0.2 * torch.randn(shape or ((2, HIDDEN) if biased_norms else (HIDDEN,)))  # noqa: E731
         self.centered, self.parallel, self.turn_first = centered, parallel, turn_first
@@ -113,18 +119,24 @@ class Model(Steps):
         self.attention, self.activation = {"scale": SIZE**-0.5, "soft_cap": 0.0, "sinks": None} | attention, activation
         self.numbers = numbers or {}  # of the experts
         self.up = 2 * INNER if gated else INNER  # rows of up, or of gate and up
+        self.inputs, self.output_scale = inputs, output_scale
         self.rope = torch.randn(POSITIONS, turned)
         self.norm, self.layers = norm(), []
         self.head = self.pack(VOCAB, HIDDEN, "int8") if head else None
         self.decoder = Decoder(self.norm, self.head, hidden_size=HIDDEN, eps=EPS, centered=centered)
-        for _ in range(layers):
+        for i in range(layers):
+            makes = projected[i % len(projected)]
             layer = {"input_norm": norm()} | ({} if parallel else {"mlp_input_norm": norm()})
             if four_norms:
                 layer |= {"attention_norm": norm(), "mlp_norm": norm()}
             if head_norm is not None:
                 shape = {"whole": lambda n: (n * SIZE,), "head": lambda n: (SIZE,), "apart": lambda n: (n, SIZE)}
                 layer |= {"q_norm": norm(*shape[head_norm](HEADS)), "k_norm": norm(*shape[head_norm](KV))}
-            widths = [HEADS * SIZE, KV * SIZE, KV * SIZE]
+            if makes == "q":
+                layer.pop("k_norm", None)
+            elif v_norm:
+                layer["v_norm"] = norm(SIZE)
+            widths = [HEADS * SIZE, KV * SIZE, KV * SIZE][: len(makes)]
             if biases:
                 layer |= {"qkv_bias": torch.randn(sum(widths)), "out_bias": torch.randn(HIDDEN)}
             if matrices != "qkv":  # two of the three are one matrix
@@ -142,9 +154,9 @@ class Model(Steps):
             self.decoder.add_layer(
                 qkv, out, gate_up, down, heads=HEADS, kv_heads=KV, head_size=SIZE, kind=kind, window=window, rope=0,
                 interleaved=interleaved, activation_kind=activation, residual=0.5, parallel=parallel,
-                turn_first=turn_first, **layer, **self.attention,
+                turn_first=turn_first, projected=makes, output_scale=output_scale, **layer, **self.attention,
             )  # fmt: skip
-            parts = {"qkv": qkv, "out": out, "gate_up": gate_up, "down": down, "both": both.pack()}
+            parts = {"qkv": qkv, "out": out, "gate_up": gate_up, "down": down, "both": both.pack(), "makes": makes}
             if experts:
                 parts |= {
                     "router": torch.randn(experts, HIDDEN), "router_bias": torch.randn(experts),
@@ -152,36 +164,58 @@ class Model(Steps):
                     "w2": torch.stack([self.pack(HIDDEN, INNER) for _ in range(experts)]),
                 }  # fmt: skip
                 parts["shared_gate"] = torch.randn(HIDDEN) if shared == "gated" else None
+                parts["own"] = {} if not own_norms else {
+                    "input_norm": norm(), "router_norm": norm(), "output_norm": norm(), "shared_norm": norm(),
+                    "expert_factors": 1 + torch.rand(experts),
+                }  # fmt: skip
                 self.decoder.add_experts(
                     parts["router"], parts["router_bias"], parts["w13"], parts["w2"], top_k=2, renormalize=True,
-                    activation_kind=activation, shared_gate=parts["shared_gate"], **self.numbers,
+                    activation_kind=activation, shared_gate=parts["shared_gate"], **self.numbers, **parts["own"],
                 )  # fmt: skip
+            if inputs is not None:
+                sizes = ((INPUTS, HIDDEN), (HIDDEN, INPUTS))
+                made = torch.randn if inputs == "floats" else lambda n, k: make_matrix(n, k, 16).pack()
+                both_ways = [made(*size) for size in sizes]
+                parts |= {"input": both_ways, "after_input": norm()}
+                self.decoder.add_layer_input(*both_ways, norm=parts["after_input"], activation_kind=7)
             self.layers.append(layer | parts)
         block = w4a8.attention_block_bytes(kind, SIZE, SIZE)
-        self.caches = [torch.full((9, KV, 2 * block), 255, dtype=torch.uint8) for _ in range(layers)]
+        self.caches = []
+        for layer in self.layers:  # one that makes no keys has the cache before
+            shares = layer["makes"] == "q"
+            self.caches.append(self.caches[-1] if shares else torch.full((9, KV, 2 * block), 255, dtype=torch.uint8))
+
+    def layer_inputs(self, x):
+        return x[:, : INPUTS * len(self.layers)] if self.inputs else None
 
     def pack(self, n, k, kind="int4"):
         return make_matrix(n, k, 32, kind=kind, bias=True).pack()
 
     def one_by_one(self, x, lengths, fresh):
         x, tables = x.float(), self.tables(lengths, fresh)
-        angles = self.rope[self.positions(lengths, fresh)]
-        caches = [torch.full_like(cache, 0) for cache in self.caches]
-        for layer, cache in zip(self.layers, caches):
+        angles, numbers = self.rope[self.positions(lengths, fresh)], x
+        for i, layer in enumerate(self.layers):
             normed = self.norm_of(x, layer["input_norm"])
             rows = torch.cat([matmul(normed, p, HIDDEN) for p in layer["qkv"]], 1) + layer.get("qkv_bias", 0)
-            q, k, v = rows.split([HEADS * SIZE, KV * SIZE, KV * SIZE], 1)
-            q, k = (
-                self.prepared(part.view(len(x), -1, SIZE), layer.get(name), angles)
-                for part, name in ((q, "q_norm"), (k, "k_norm"))
-            )
-            w4a8.paged_attention_write(k, v.view(-1, KV, SIZE), cache, *tables, kind=self.kind)
+            q, *kv = rows.split([HEADS * SIZE, KV * SIZE, KV * SIZE][: len(layer["makes"])], 1)
+            q = self.prepared(q.view(len(x), -1, SIZE), layer.get("q_norm"), angles)
+            if kv:
+                k = self.prepared(kv[0].reshape(len(x), -1, SIZE), layer.get("k_norm"), angles)
+                v = self.norm_of(kv[-1].reshape(len(x), -1, SIZE), layer.get("v_norm"))
+                cache = torch.zeros_like(self.caches[i])
+                w4a8.paged_attention_write(k, v, cache, *tables, kind=self.kind)
             options = {"kind": self.kind, "window": self.window, **self.attention}
             y = w4a8.paged_attention(q, cache, *tables, options.pop("scale"), **options)
             y = matmul(y.flatten(1), layer["out"], HEADS * SIZE) + layer.get("out_bias", 0)
             x = x + np.float32(0.5) * self.norm_of(y, layer.get("attention_norm"))
-            y = self.mlp(layer, normed if self.parallel else self.norm_of(x, layer["mlp_input_norm"]))
+            y = self.mlp(layer, x, normed if self.parallel else self.norm_of(x, layer["mlp_input_norm"]))
             x = x + np.float32(0.5) * self.norm_of(y, layer.get("mlp_norm"))
+            if self.inputs:
+                gate, down = layer["input"]
+                g = project(x, gate).clamp(min=0)
+                y = project(g * g * numbers[:, i * INPUTS : (i + 1) * INPUTS], down)
+                x = x + np.float32(0.5) * self.norm_of(y, layer["after_input"])
+            x = x * np.float32(self.output_scale)
         x = self.norm_of(x, self.norm)
         return x if self.head is None else matmul(x, self.head, HIDDEN)
 
@@ -197,22 +231,30 @@ class Model(Steps):
             heads = self.norm_of(heads.reshape(len(heads), -1, len(weight)), weight).view(heads.shape)
         return heads if self.turn_first else rotate(heads, angles, self.interleaved)
 
-    def mlp(self, layer, x):
-        moe = lambda ids, weights, w13, w2, **numbers: w4a8.dynamic_4bit_int_moe(  # noqa: E731
+    def mlp(self, layer, rows, x):
+        """rows: of the layer; x: behind the norm in front of the MLP."""
+        own = layer.get("own", {})
+        of_experts, of_router = (
+            self.norm_of(rows, own[name]) if name in own else x for name in ("input_norm", "router_norm")
+        )
+        moe = lambda x, ids, weights, w13, w2, **numbers: w4a8.dynamic_4bit_int_moe(  # noqa: E731
             x, ids, weights, w13, w2, HIDDEN, INNER, self.up, 0, False, self.activation, **numbers
         )
         y = None
         if layer["down"] is not None:
             # An MLP is an expert of weight 1.
             ones = torch.ones(len(x), 1)
-            y = moe(torch.zeros(len(x), 1, dtype=torch.int32), ones, layer["both"][None], layer["down"][None])
+            y = moe(x, torch.zeros(len(x), 1, dtype=torch.int32), ones, layer["both"][None], layer["down"][None])
         if not self.experts:
             return y
-        logits = dots(x, layer["router"]) + layer["router_bias"]
+        logits = dots(of_router, layer["router"]) + layer["router_bias"]
         weights, ids = w4a8.topk_routing(logits, 2, True)
-        experts = moe(ids, weights, layer["w13"], layer["w2"], **self.numbers)
+        weights = weights * own["expert_factors"][ids.long()] if own else weights
+        experts = moe(of_experts, ids, weights, layer["w13"], layer["w2"], **self.numbers)
+        experts = self.norm_of(experts, own.get("output_norm"))
         if y is None:
             return experts
+        y = self.norm_of(y, own.get("shared_norm"))
         gate = layer["shared_gate"]
         factor = torch.ones(()) if gate is None else dots(x, gate[None]).double().sigmoid().float()
         return experts + factor * y
@@ -221,6 +263,10 @@ class Model(Steps):
 def matmul(x, packed, k):
     header = w4a8.read_header(packed)
     return w4a8.dyn_quant_matmul_4bit(x.contiguous(), packed, header["group"], k, header["n"])
+
+
+def project(x, matrix):
+    return matmul(x, matrix, x.shape[1]) if matrix.dtype == torch.uint8 else dots(x, matrix)
 
 
 def half_of(matrix, half):
@@ -268,6 +314,12 @@ MODELS = {
     "hunyuan": {"turn_first": True, "head_norm": "head"},
     "turned whole rows": {"turn_first": True, "head_norm": "whole", "turned": SIZE // 2, "centered": True},
     "experts without a gate": {"gated": False, "activation": 7, "experts": 4, "shared": "plain"},
+    "keys are values": {"projected": ("qk",), "fused": True, "biases": True, "head_norm": "head", "v_norm": True},
+    "keys of another layer": {"projected": ("qkv", "q"), "biases": True, "head_norm": "head", "v_norm": True},
+    "values and whole rows": {"head_norm": "whole", "v_norm": True, "output_scale": 0.7},
+    "own norms": {"experts": 4, "shared": "gated", "own_norms": True, "four_norms": True},
+    "inputs": {"inputs": "packed"},
+    "inputs, floats": {"inputs": "floats", "output_scale": 1.3},
 }
 
 
@@ -284,8 +336,9 @@ def test_is_the_operators_one_by_one(name):
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize(
     "name",
-    ["plain", "gemma", "experts", "experts without a gate", "biases", "q and k are one", "shared, gated", "command r"],
-)
+    ["plain", "gemma", "experts", "experts without a gate", "biases", "q and k are one", "shared, gated", "command r",
+     "keys are values", "keys of another layer", "own norms", "inputs", "inputs, floats"],
+)  # fmt: skip
 def test_bits_depend_on_nothing_else(name, threads):
     """One token, chunks, several sequences in a call, and any number of threads."""
     lengths = [90, 40]
@@ -453,6 +506,7 @@ def good():
         ("normed", torch.zeros(3, HIDDEN).half(), "normed has dtype Half"),
         ("threads", -1, "threads is -1, expected 0..4096"),
         ("threads", 4097, "threads is 4097, expected 0..4096"),
+        ("layer_inputs", torch.zeros(3, 48), "layer_inputs is given, expected 0 numbers of each token"),
     ],
 )
 def test_step_refuses(name, value, message):
@@ -495,6 +549,12 @@ def test_step_refuses(name, value, message):
         ({"soft_cap": INF}, r"soft_cap is inf, expected 0 \(none\) or a positive number"),
         ({"soft_cap": 1e-300}, r"soft_cap is 1e-300, expected 0 \(none\) or a positive number"),
         ({"activation_kind": 9}, "activation_kind is 9"),
+        ({"output_scale": NAN}, "output_scale is nan, expected a finite number of float32"),
+        ({"v_norm": torch.ones(64)}, r"v_norm has shape \[64\], expected \[32\]"),
+        ({"projected": "kv"}, "projected is 'kv', expected 'qkv', 'qk' or 'q'"),
+        ({"projected": "qk"}, "qkv has 320 out_features, expected 256"),
+        ({"projected": "q"}, "qkv has 320 out_features, expected 192"),
+        ({"projected": "q", "k_norm": torch.ones(32)}, "k_norm or v_norm is given, expected neither with proj"),
         ({"down": None}, "gate_up has 2 tensors and down is not given"),
         (
             {"gate_up": [make_matrix(2 * INNER + 16, HIDDEN, 32).pack()]},
@@ -537,6 +597,63 @@ def test_experts_refuse():
     decoder = Decoder(model.norm, None, hidden_size=HIDDEN, eps=EPS)
     with pytest.raises(RuntimeError, match="decoder has no layer yet"):
         decoder.add_experts(torch.zeros(1, HIDDEN), None, w13, w2, top_k=1, renormalize=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"input_norm": torch.ones(95)}, r"input_norm has shape \[95\], expected \[96\]"),
+        ({"router_norm": torch.ones(95)}, r"router_norm has shape \[95\], expected \[96\]"),
+        ({"output_norm": torch.ones(95)}, r"output_norm has shape \[95\], expected \[96\]"),
+        ({"shared_norm": torch.ones(96)}, "shared_gate or shared_norm is given, expected a layer with gate_up"),
+        ({"expert_factors": torch.ones(3)}, r"expert_factors has shape \[3\], expected \[2\]"),
+    ],
+)
+def test_norms_of_experts_refuse(change, message):
+    model = Model(layers=1, experts=2)
+    parts = {"heads": HEADS, "kv_heads": KV, "head_size": SIZE, "scale": 1.0}
+    model.decoder.add_layer(model.layers[0]["qkv"], model.layers[0]["out"], **parts)
+    two = {"w13": model.layers[0]["w13"], "w2": model.layers[0]["w2"], "top_k": 1, "renormalize": True}
+    with pytest.raises(RuntimeError, match=f"w4a8::decoder_add_experts: {message}"):
+        model.decoder.add_experts(torch.zeros(2, HIDDEN), None, **two, **change)
+
+
+GATE, DOWN = torch.zeros(48, HIDDEN), torch.zeros(HIDDEN, 48)
+
+
+@pytest.mark.parametrize(
+    ("gate", "down", "more", "message"),
+    [
+        (GATE[:40], DOWN[:, :40], {}, "gate has 40 out_features, expected a multiple of 16"),
+        (GATE[:, :80], DOWN, {}, r"gate has shape \[48, 80\], expected \[48, 96\]"),
+        (GATE, DOWN.T, {}, r"down has shape \[48, 96\], expected \[96, 48\]"),
+        (GATE, make_matrix(80, 48, 16).pack(), {}, "down has 80 out_features, expected 96"),
+        (GATE.double(), DOWN, {}, "gate has dtype Double"),
+        (GATE, DOWN, {"norm": torch.ones(48)}, r"norm has shape \[48\], expected \[96\]"),
+        (GATE, DOWN, {"activation_kind": 9}, "activation_kind is 9"),
+    ],
+)
+def test_layer_inputs_refuse(gate, down, more, message):
+    model = Model(layers=1)
+    with pytest.raises(RuntimeError, match=f"w4a8::decoder_add_layer_input: {message}"):
+        model.decoder.add_layer_input(gate, down, **more)
+
+
+def test_steps_refuse_layer_inputs():
+    model = Model(layers=1, inputs="floats")
+    with pytest.raises(RuntimeError, match="the last layer of decoder has an input, expected one without"):
+        model.decoder.add_layer_input(GATE, DOWN)
+    model.layer_inputs = lambda x: None
+    with pytest.raises(RuntimeError, match="layer_inputs is not given, expected 48 numbers of each token"):
+        model.step(torch.zeros(3, HIDDEN), [3], [3])
+    for numbers, message in ((torch.zeros(3, 47), r"has shape \[3, 47\], expected \[3, 48\]"),
+                             (torch.zeros(3, 48).int(), "has dtype Int")):  # fmt: skip
+        model.layer_inputs = lambda x, numbers=numbers: numbers
+        with pytest.raises(RuntimeError, match=f"w4a8::decoder_step: layer_inputs {message}"):
+            model.step(torch.zeros(3, HIDDEN), [3], [3])
+    decoder = Decoder(model.norm, None, hidden_size=HIDDEN, eps=EPS)
+    with pytest.raises(RuntimeError, match="decoder has no layer yet"):
+        decoder.add_layer_input(GATE, DOWN)
 
 
 def test_decoders_refuse():

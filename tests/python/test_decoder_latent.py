@@ -222,7 +222,7 @@ def test_kernels(kernel):
         ({"kv_up": torch.ones(HEADS * (NOPE + VALUE), KEY)}, r"kv_up has shape \[384, 96\], expected \[384, 80\]"),
         (
             {"kv_up": torch.ones(HEADS * (NOPE + 90), RANK), "v_up": torch.ones(HEADS, 90, RANK)},
-            "kv_up is given for heads of 48 and 90 channels of keys and values, expected multiples of 16 up to 256",
+            "kv_up is given for heads of 48 and 90 channels of keys and values, expected multiples of 16 up to 512",
         ),
         ({"kind": "int8"}, "q_up, k_up, v_up or kv_up is given, expected a cache of kind 'latent' for it"),
     ],

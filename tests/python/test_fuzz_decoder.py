@@ -50,6 +50,7 @@ class Texts:
             "rows": None,
             "normed": None,
             "threads": 0,
+            "layer_inputs": self.model.layer_inputs(torch.cat(new)),
         }
         return arguments, torch.cat([rows[len(rows) - f :] for rows, f in zip(expected, fresh)])
 
@@ -173,8 +174,8 @@ def weights_of(model):
     """Tensors that the decoder reads where they are, and vectors that it has copies of or keeps."""
     found = [model.norm]
     for layer in model.layers:
-        for value in layer.values():
-            found += [each for each in (value if isinstance(value, list) else [value]) if each is not None]
+        for value in (*layer.values(), *layer.get("own", {}).values()):
+            found += [each for each in (value if isinstance(value, list) else [value]) if torch.is_tensor(each)]
     return found
 
 

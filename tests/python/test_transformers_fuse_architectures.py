@@ -13,7 +13,7 @@ from w4a8.integrations.transformers import W4A8Cache, W4A8Config, fast_attention
 
 TOKENS = torch.randint(3, VOCAB, (4, 24), generator=torch.Generator().manual_seed(1))
 # Of which there is no row in core/families.py (docs/decoder.md says why), or which are stopped by something else.
-UNKNOWN = ("gemma4", "gemma4, experts", "glm-dsa", "kimi-linear", "llama4")
+UNKNOWN = ("glm-dsa", "kimi-linear", "llama4")
 LEFT_ALONE = dict.fromkeys(UNKNOWN, "models of type .* are not known")
 LATENT = ("deepseek2, GLM-4.7-Flash", "deepseek2, V2", "deepseek2, V3")
 
@@ -128,3 +128,32 @@ def test_positions_behind_a_limit(name, limit, tmp_path, monkeypatch):
     assert off.max() < 0.01  # ties of few tokens
     assert torch.equal(answer(), got)
     assert len(stock) == 2
+
+
+@torch.no_grad()
+def test_prompts_of_shared_keys(tmp_path):
+    """Layers with the keys of another compute the last tokens of a prompt alone, if no others are wanted: of the first
+    prompt, and of one over a cache."""
+    model = load("gemma4, shared keys", tmp_path)
+    padding = 5  # in front of each row
+    text = torch.cat([TOKENS[:, :padding], TOKENS], 1)
+    mask = torch.ones_like(text).index_fill_(1, torch.arange(padding), 0)
+
+    def answer():
+        cache, found, end = W4A8Cache(model.config), [], 0
+        for part in text.split([padding + 10, 12, 1, 1], 1):
+            end += part.shape[1]
+            places = (torch.arange(end - part.shape[1], end) - padding).clamp(min=0)[None]
+            given = {"attention_mask": mask[:, :end], "position_ids": places, "past_key_values": cache}
+            found.append(model(part, **given, use_cache=True, logits_to_keep=3).logits)
+        return torch.cat(found, 1)
+
+    undo = fast_attention(model)
+    expected, own = logits(model), answer()
+    undo()
+    expected = expected[:, [7, 8, 9, 19, 20, 21, 22, 23]]
+    fuse(model)
+    for got in (own, answer()):
+        off = (got - expected).square().mean(-1).sqrt() / expected.std()
+        assert off.quantile(0.1) < 1e-5
+        assert off.median() < 1e-3

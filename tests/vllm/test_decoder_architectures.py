@@ -12,8 +12,6 @@ from w4a8.checkpoint.gguf_architectures import NOT_IN_VLLM
 NAMES = sorted(name for name in INT4 if name.partition(",")[0] not in NOT_IN_VLLM.keys() | NO_MODEL_IN_VLLM)
 # Of which there is no table (docs/decoder.md says why): vLLM's class; or another reason.
 ONE_BY_ONE = {
-    "gemma4": "gemma4.Gemma4Model",
-    "gemma4, experts": "gemma4.Gemma4Model",
     "llama4": "llama4.Llama4Model",
 }
 

@@ -10,7 +10,7 @@
 
 namespace w4a8 {
 
-/// Throws std::invalid_argument unless both sizes are multiples of 16 in 16..256; of kLatent, keys up to 576 and fewer
+/// Throws std::invalid_argument unless both sizes are multiples of 16 in 16..512; of kLatent, keys up to 576 and fewer
 /// channels of values than of keys.
 void check_cache_shape(const CacheShape& shape);
 

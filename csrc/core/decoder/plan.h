@@ -51,8 +51,16 @@ struct LatentPlan {
   int64_t kv_stride() const { return nope + value_size; }  ///< between heads
 };
 
+/// What the products in front of attention make.
+enum class Projected {
+  kQkv,  ///< queries, keys and values
+  kQk,   ///< values are the keys in front of their norm and rotation
+  kQ,    ///< keys and values are those that an earlier layer wrote to the cache
+};
+
 struct AttentionPlan {
-  Products qkv;        ///< q, k and v; or one matrix of the three. Latent: q, or what q_up takes, and the latent row
+  Products qkv;  ///< what `projected` says, or one matrix of them. Latent: q, or what q_up takes, and the latent row
+  Projected projected = Projected::kQkv;
   Products out;        ///< none: the layer has no attention
   bool gated = false;  ///< behind each head of q are as many numbers, whose sigmoid multiplies the head's result
   const float* qkv_bias = nullptr;  ///< [q, k and v], added to the results of qkv; null: none
@@ -62,6 +70,7 @@ struct AttentionPlan {
   int64_t head_size = 0;  ///< channels of a key in the cache
   NormPlan q_norm;        ///< of each head, or of all heads at once; latent: of the row that q_up takes
   NormPlan k_norm;        ///< latent: of the first rank channels
+  NormPlan v_norm;        ///< of each head
   bool norms_whole_rows = false;
   bool norms_apart = false;  ///< the norm of each head has weights of its own
   bool turns_first = false;  ///< q and k are turned in front of their norms
@@ -126,8 +135,13 @@ struct MlpPlan {
 };
 
 struct ExpertsPlan {
+  NormPlan before;                     ///< of what experts take; none: LayerPlan::before_mlp
+  NormPlan before_router;              ///< likewise, of what the router takes
+  NormPlan after;                      ///< of the experts' result, before the shared one is added
+  NormPlan after_shared;               ///< of the shared expert's result
   FloatMatrix router;                  ///< [experts, hidden]; none: no experts
   const float* router_bias = nullptr;  ///< [experts], added to the logits; null: none
+  const float* factors = nullptr;      ///< [experts], multiply the weights of chosen experts; null: 1
   RoutingArgs routing = {};            ///< logits, weights, ids and tokens are set in a step
   const uint8_t* w13 = nullptr;        ///< as in MoeArgs
   int64_t w13_bytes = 0;
@@ -140,7 +154,25 @@ struct ExpertsPlan {
   const float* shared_gate = nullptr;  ///< [hidden]: factor sigmoid(x * gate) of LayerPlan::mlp's output; null: 1
 };
 
-/// Attention, linear attention, both of the same normed row, or neither; then an MLP, experts, both or neither.
+/// A matrix that is packed, or of floats.
+struct AnyMatrix {
+  Products packed;
+  FloatMatrix floats;
+  int64_t k = 0;
+  int64_t n() const { return packed ? packed.n() : floats.n; }
+};
+
+/// Numbers of a token that a layer gets beside its row: down(act(gate(x)) * numbers) is added to the row.
+struct LayerInputPlan {
+  AnyMatrix gate;  ///< of `size` columns
+  AnyMatrix down;
+  Activation activation = ActivationKind::kSilu;
+  NormPlan after;
+  int64_t size = 0;  ///< 0: the layer gets none
+};
+
+/// Attention, linear attention, both of the same normed row, or neither; then an MLP, experts, both or neither; then an
+/// input of its own.
 struct LayerPlan {
   NormPlan before_attention;
   AttentionPlan attention;
@@ -151,7 +183,9 @@ struct LayerPlan {
   MlpPlan mlp;            ///< beside experts: the shared expert, or none
   ExpertsPlan experts;
   NormPlan after_mlp;
-  float residual = 1.0f;  ///< factor of all outputs before they are added
+  LayerInputPlan input;
+  float residual = 1.0f;      ///< factor of all outputs before they are added
+  float output_scale = 1.0f;  ///< factor of the row behind the layer
 
   bool attends() const { return bool{attention.out}; }
   bool has_mlp() const { return experts.router || mlp.down; }
@@ -162,6 +196,13 @@ struct DecoderPlan {
   std::vector<LayerPlan> layers;
   NormPlan norm;
   Products head;  ///< empty: rows of the last norm are the result
+
+  /// Numbers of a token that the layers get.
+  int64_t input_columns() const {
+    int64_t columns = 0;
+    for (const LayerPlan& layer : layers) columns += layer.input.size;
+    return columns;
+  }
 };
 
 }  // namespace w4a8

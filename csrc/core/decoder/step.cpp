@@ -2,7 +2,9 @@
 
 #include <algorithm>
 
+#include "core/decoder/buffers.h"
 #include "core/decoder/latent.h"
+#include "core/decoder/norms.h"
 #include "core/decoder/rows.h"
 #include "core/moe/fused_moe.h"
 #include "core/split.h"
@@ -10,114 +12,6 @@
 
 namespace w4a8 {
 namespace {
-
-// Memory of a step, for the widest layer.
-struct Buffers {
-  Buffers(Slicer& slicer, const DecoderPlan& plan, int64_t m, int64_t rows, const std::vector<SequenceRun>& runs) {
-    int64_t qkv_size = 0;
-    int64_t attended_size = 0;
-    int64_t latent_size = 0;  // of queries that are multiplied with k_up
-    int64_t q_size = 0;       // of latent attention with q_up
-    int64_t q_rank = 0;
-    int64_t value_size = 0;
-    int64_t low_size = 0;  // of sequences that begin with keys and values of each head
-    int64_t kv_size = 0;
-    int64_t keys_size = 0;
-    int64_t block_size = 0;
-    int64_t gate_up_size = 0;
-    int64_t h_size = 0;
-    int64_t expert_count = 0;
-    int64_t top_k = 0;
-    int64_t gates_size = 0;
-    int64_t mixed_size = 0;
-    bool shares = false;
-    for (const LayerPlan& layer : plan.layers) {
-      const AttentionPlan& attention = layer.attention;
-      const LinearPlan& linear = layer.linear;
-      qkv_size = std::max({qkv_size, attention.qkv.n(), linear.in.n()});
-      attended_size = std::max(attended_size, attention.heads * attention.value_size());
-      if (linear.out) {
-        attended_size = std::max(attended_size, linear.out_size());
-        if (linear.gates) gates_size = std::max(gates_size, linear.gates_size());
-        if (linear.interleaved) mixed_size = std::max(mixed_size, linear.in_size() + linear.gates_size());
-      }
-      if (attention.latent) {
-        latent_size = std::max(latent_size, attention.heads * attention.head_size);
-        value_size = std::max(value_size, attention.out_size());
-        if (attention.latent.q_up) {
-          q_size = std::max(q_size, attention.q_size());
-          q_rank = std::max(q_rank, attention.latent.q_up.k());
-        }
-        if (attention.latent.has_heads()) {
-          low_size = std::max(low_size, attention.latent.rank);
-          kv_size = std::max(kv_size, attention.heads * attention.latent.kv_stride());
-          keys_size = std::max(keys_size, attention.q_size());
-          block_size = std::max(block_size, attention.heads * attention.heads_shape().block_bytes());
-        }
-      }
-      if (layer.mlp.down) {
-        gate_up_size = std::max(gate_up_size, layer.mlp.gate_up.n());
-        h_size = std::max(h_size, layer.mlp.down.k());
-      }
-      if (layer.experts.router) {
-        shares = shares || layer.mlp.down;
-        expert_count = std::max(expert_count, layer.experts.routing.experts);
-        top_k = std::max(top_k, layer.experts.routing.top_k);
-      }
-    }
-    normed = slicer.take<float>(m * plan.hidden);
-    qkv = slicer.take<float>(m * qkv_size);
-    attended = slicer.take<float>(m * attended_size);
-    gates = slicer.take<float>(m * gates_size);
-    mixed = slicer.take<float>(m * mixed_size);
-    q_low = slicer.take<float>(m * q_rank);
-    q = slicer.take<float>(m * q_size);
-    latent = slicer.take<float>(m * latent_size);
-    values = slicer.take<float>(m * value_size);
-    int64_t begun = 0;  // tokens of a run
-    int64_t blocks = 0;
-    for (const SequenceRun& run : runs) {
-      if (!run.begins) continue;
-      begun = std::max(begun, run.rows());
-      blocks = std::max(blocks, run.blocks());
-    }
-    low = slicer.take<float>(begun * low_size);
-    kv = slicer.take<float>(begun * kv_size);
-    keys = slicer.take<float>(begun * keys_size);
-    pages = slicer.take<uint8_t>(blocks * block_size);
-    y = slicer.take<float>(m * plan.hidden);
-    shared = slicer.take<float>(shares ? m * plan.hidden : 0);
-    gate_up = slicer.take<float>(m * gate_up_size);
-    h = slicer.take<float>(m * h_size);
-    logits = slicer.take<float>(m * expert_count);
-    weights = slicer.take<float>(m * top_k);
-    ids = slicer.take<int32_t>(m * top_k);
-    wanted = slicer.take<float>(rows * plan.hidden);
-    head = slicer.take<float>(plan.head ? rows * plan.head.n() : 0);
-  }
-  float* normed;
-  float* qkv;
-  float* attended;
-  float* gates;
-  float* mixed;
-  float* q_low;
-  float* q;
-  float* latent;
-  float* values;
-  float* low;
-  float* kv;
-  float* keys;
-  uint8_t* pages;
-  float* y;
-  float* shared;
-  float* gate_up;
-  float* h;
-  float* logits;
-  float* weights;
-  int32_t* ids;
-  float* wanted;
-  float* head;
-};
 
 class Step {
  public:
@@ -135,6 +29,7 @@ class Step {
   void run() {
     const PagedCache* cache = args_.caches;
     const LinearStates* states = args_.states;
+    const float* inputs = args_.inputs;
     for (const LayerPlan& layer : plan_.layers) {
       const bool mixes = layer.attends() || layer.linear.out;
       if (mixes || layer.parallel) norm(layer.before_attention, args_.x, b_.normed);
@@ -162,6 +57,12 @@ class Step {
         }
         add(layer.after_mlp, layer.residual);
       }
+      if (layer.input.size > 0) {
+        layer_input(layer.input, inputs);
+        add(layer.input.after, layer.residual);
+        inputs += layer.input.size;
+      }
+      if (layer.output_scale != 1.0f) scale(layer.output_scale);
     }
     finish();
   }
@@ -186,15 +87,6 @@ class Step {
     const int64_t n = plan_.hidden;
     for_rows(m_, [&](int64_t r) { norm_row(norm, n, x + r * n, out + r * n); });
   }
-  static void norm_row(const NormPlan& norm, int64_t n, const float* x, float* out) {
-    if (!norm) {
-      std::copy_n(x, n, out);
-      return;
-    }
-    if (norm.centered) center(x, n, out);
-    rms_norm(norm.centered ? out : x, norm.weight, norm.eps, n, out);
-    if (norm.bias != nullptr) add_scaled(norm.bias, 1.0f, n, out);
-  }
 
   // x += output of attention or the MLP.
   void add(const NormPlan& norm, float factor) {
@@ -205,32 +97,51 @@ class Step {
     });
   }
 
+  void scale(float factor) {
+    const int64_t n = plan_.hidden;
+    for_rows(m_, [&](int64_t r) {
+      for (int64_t i = 0; i < n; ++i) args_.x[r * n + i] *= factor;
+    });
+  }
+
   void attention(const AttentionPlan& plan, const PagedCache& cache) {
     plan.qkv.multiply(kernel_, team_, workspace_, b_.normed, m_, b_.qkv);
     const FloatRows q = plan.qkv.columns(b_.qkv, m_, 0);
-    const FloatRows k = plan.qkv.columns(b_.qkv, m_, plan.q_size());
-    const FloatRows v = plan.qkv.columns(b_.qkv, m_, plan.q_size() + plan.kv_size());
+    if (plan.projected != Projected::kQ) write_keys(plan, cache);
     for_rows(m_, [&](int64_t r) {
-      if (plan.qkv_bias != nullptr) {
-        add_scaled(plan.qkv_bias, 1.0f, plan.q_size(), q.row(r));
-        add_scaled(plan.qkv_bias + plan.q_size(), 1.0f, plan.kv_size(), k.row(r));
-        add_scaled(plan.qkv_bias + plan.q_size() + plan.kv_size(), 1.0f, plan.kv_size(), v.row(r));
-      }
+      if (plan.qkv_bias != nullptr) add_scaled(plan.qkv_bias, 1.0f, plan.q_size(), q.row(r));
       prepare_heads(plan, plan.q_norm, plan.heads, plan.q_stride(), r, q.row(r));
-      prepare_heads(plan, plan.k_norm, plan.kv_heads, plan.head_size, r, k.row(r));
     });
-    const NewTokens tokens = {k.data, v.data, k.stride, plan.head_size, v.stride, plan.head_size, DType::kFloat32};
-    write_cache(kernel_, team_, cache, tokens, plan.drops_pages ? plan.window : 0);
     look_up(plan, cache, q, plan.q_stride(), b_.attended);
     if (plan.gated) gate_heads(plan, q);
     project(plan, b_.attended);
+  }
+
+  // The new tokens' keys and values, to the cache.
+  void write_keys(const AttentionPlan& plan, const PagedCache& cache) {
+    const int64_t size = plan.kv_size();
+    const bool has_values = plan.projected == Projected::kQkv;
+    const FloatRows k = plan.qkv.columns(b_.qkv, m_, plan.q_size());
+    const FloatRows v = has_values ? plan.qkv.columns(b_.qkv, m_, plan.q_size() + size) : FloatRows{b_.values, size};
+    for_rows(m_, [&](int64_t r) {
+      if (plan.qkv_bias != nullptr) {
+        const float* bias = plan.qkv_bias + plan.q_size();
+        add_scaled(bias, 1.0f, size, k.row(r));
+        if (has_values) add_scaled(bias + size, 1.0f, size, v.row(r));
+      }
+      if (!has_values) std::copy_n(k.row(r), size, v.row(r));
+      prepare_heads(plan, plan.k_norm, plan.kv_heads, plan.head_size, r, k.row(r));
+      norm_runs(plan.v_norm, plan.kv_heads, plan.head_size, plan.head_size, v.row(r));
+    });
+    const NewTokens tokens = {k.data, v.data, k.stride, plan.head_size, v.stride, plan.head_size, DType::kFloat32};
+    write_cache(kernel_, team_, cache, tokens, plan.drops_pages ? plan.window : 0);
   }
 
   // The result of each head, times the sigmoid of what is behind the head of q.
   void gate_heads(const AttentionPlan& plan, FloatRows q) {
     const int64_t n = plan.head_size;
     for_rows(m_, [&](int64_t r) {
-      float factors[kMostStateSize];
+      float factors[kMostHeadSize];
       for (int64_t h = 0; h < plan.heads; ++h) {
         kernel_.linear_attention->sigmoids(q.row(r) + h * plan.q_stride() + n, n, factors);
         float* out = b_.attended + (r * plan.heads + h) * n;
@@ -387,13 +298,10 @@ class Step {
   void prepare_heads(const AttentionPlan& plan, const NormPlan& norm, int64_t heads, int64_t stride, int64_t r,
                      float* x) const {
     if (plan.turns_first) turn_heads(plan, heads, stride, r, x);
-    if (norm) {
-      const int64_t size = plan.norms_whole_rows ? heads * plan.head_size : plan.head_size;
-      NormPlan of_head = norm;
-      for (int64_t at = 0; at < heads * stride; at += plan.norms_whole_rows ? size : stride) {
-        norm_row(of_head, size, x + at, x + at);
-        if (plan.norms_apart) of_head.weight += size;
-      }
+    if (plan.norms_whole_rows) {
+      norm_runs(norm, 1, heads * plan.head_size, 0, x);
+    } else {
+      norm_runs(norm, heads, plan.head_size, stride, x, plan.norms_apart ? plan.head_size : 0);
     }
     if (!plan.turns_first) turn_heads(plan, heads, stride, r, x);
   }
@@ -421,6 +329,7 @@ class Step {
     const int64_t n = plan_.hidden;
     const float* gate = layer.experts.shared_gate;
     for_rows(m_, [&](int64_t r) {
+      norm_runs(layer.experts.after_shared, 1, n, 0, b_.shared + r * n);
       float factor = 1.0f;
       if (gate != nullptr) {
         kernel_.dot_rows({b_.normed + r * n, n, 1, gate, DType::kFloat32, 1, n, &factor, 1});
@@ -430,9 +339,23 @@ class Step {
     });
   }
 
+  // Rows of experts or of a router, which may have a norm of their own.
+  const float* rows_of_experts(const NormPlan& own) {
+    if (!own) return b_.normed;
+    norm(own, args_.x, b_.of_experts);
+    return b_.of_experts;
+  }
+
   void experts(const ExpertsPlan& plan) {
+    route(plan);
+    run_experts(plan, rows_of_experts(plan.before));
+    for_rows(m_, [&](int64_t r) { norm_runs(plan.after, 1, plan_.hidden, 0, b_.y + r * plan_.hidden); });
+  }
+
+  // The experts of each row, and their weights.
+  void route(const ExpertsPlan& plan) {
     const int64_t count = plan.routing.experts;
-    multiply_floats(plan.router, b_.normed, plan_.hidden, b_.logits);
+    multiply_floats(plan.router, rows_of_experts(plan.before_router), plan_.hidden, b_.logits);
     if (plan.router_bias != nullptr) {
       for_rows(m_, [&](int64_t r) { add_scaled(plan.router_bias, 1.0f, count, b_.logits + r * count); });
     }
@@ -443,18 +366,24 @@ class Step {
     routing.weights = b_.weights;
     routing.ids = b_.ids;
     topk_routing(team_, workspace_, routing);
-    if (m_ <= kFewRows && m_ * routing.top_k <= FewExperts::kMostSlots) {
-      return plan.few.run(kernel_, team_, workspace_, b_.normed, m_, routing.top_k, b_.ids, b_.weights, plan.activation,
-                          b_.y);
+    if (plan.factors == nullptr) return;
+    for (int64_t i = 0; i < m_ * routing.top_k; ++i) b_.weights[i] *= plan.factors[b_.ids[i]];
+  }
+
+  // y: the experts that were chosen, of x[m, hidden].
+  void run_experts(const ExpertsPlan& plan, const float* x) {
+    const int64_t top_k = plan.routing.top_k;
+    if (m_ <= kFewRows && m_ * top_k <= FewExperts::kMostSlots) {
+      return plan.few.run(kernel_, team_, workspace_, x, m_, top_k, b_.ids, b_.weights, plan.activation, b_.y);
     }
     MoeArgs moe;
-    moe.x = b_.normed;
+    moe.x = x;
     moe.out = b_.y;
     moe.tokens = m_;
-    moe.top_k = routing.top_k;
+    moe.top_k = top_k;
     moe.ids = b_.ids;
     moe.weights = b_.weights;
-    moe.experts = count;
+    moe.experts = plan.routing.experts;
     moe.w13 = plan.w13;
     moe.w13_bytes = plan.w13_bytes;
     moe.w2 = plan.w2;
@@ -465,6 +394,21 @@ class Step {
     moe.group = kAnyGroup;
     moe.activation = plan.activation;
     fused_moe(kernel_, team_, workspace_, moe);
+  }
+
+  // y: act(gate(x)) * a layer's own numbers of each token, projected. inputs: the first token's.
+  void layer_input(const LayerInputPlan& plan, const float* inputs) {
+    multiply(plan.gate, args_.x, b_.gate_up);
+    const int64_t stride = plan_.input_columns();
+    for_rows(m_, [&](int64_t r) {
+      float* row = b_.gate_up + r * plan.size;
+      kernel_.activate(plan.activation, row, inputs + r * stride, row, plan.size);
+    });
+    multiply(plan.down, b_.gate_up, b_.y);
+  }
+  void multiply(const AnyMatrix& matrix, const float* x, float* out) {
+    if (matrix.packed) return matrix.packed.multiply(kernel_, team_, workspace_, x, m_, out);
+    multiply_floats(matrix.floats, x, matrix.k, out);
   }
 
   // The last norm and the head, of the rows that are wanted.
@@ -541,23 +485,6 @@ void run_step(const Kernel& kernel, Team& team, Workspace& workspace, const Deco
   const Buffers buffers =
       sliced(step_memory, [&](Slicer& slicer) { return Buffers(slicer, plan, args.tokens, args.row_count, runs); });
   Step(kernel, team, workspace, plan, args, buffers, runs).run();
-}
-
-void cut_plan(DecoderPlan& plan, int workers) {
-  std::vector<Products*> order;
-  for (LayerPlan& layer : plan.layers) {
-    for (Products* products : {&layer.linear.in, &layer.linear.out, &layer.attention.qkv, &layer.attention.latent.q_up,
-                               &layer.attention.out, &layer.mlp.gate_up, &layer.mlp.down}) {
-      if (*products) order.push_back(products);
-    }
-  }
-  if (plan.head) order.push_back(&plan.head);
-  for (LayerPlan& layer : plan.layers) {
-    if (layer.attention.latent.kv_up) layer.attention.latent.kv_up.cut(workers, nullptr);
-  }
-  for (std::size_t i = 0; i < order.size(); ++i) {
-    order[i]->cut(workers, i + 1 < order.size() ? order[i + 1] : nullptr);
-  }
 }
 
 }  // namespace w4a8

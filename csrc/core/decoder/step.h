@@ -25,6 +25,7 @@ struct StepArgs {
   const RopeTable* ropes = nullptr;      ///< AttentionPlan::rope is an index into these
   const PagedCache* caches = nullptr;    ///< of each layer with attention; the same sequences and tokens
   const LinearStates* states = nullptr;  ///< of each layer with linear attention; likewise
+  const float* inputs = nullptr;         ///< [tokens, sum of LayerInputPlan::size], side by side in the layers' order
   const int64_t* rows = nullptr;         ///< [row_count] tokens whose results are wanted; null: all, row_count of them
   int64_t row_count = 0;
   DType dtype = DType::kFloat32;  ///< of out and normed

@@ -28,7 +28,7 @@ inline constexpr int64_t kSegmentBlocks = kSegmentKeys / kBlockKeys;
 inline constexpr int64_t kItemBytes = 4;  ///< four int8 or two bfloat16, what a dot product takes at once
 inline constexpr int64_t kItemLine = kBlockKeys * kItemBytes;  ///< one item of each key of a block
 inline constexpr int64_t kHeadStep = 16;                       ///< head sizes are multiples of this
-inline constexpr int64_t kMostHeadSize = 256;
+inline constexpr int64_t kMostHeadSize = 512;
 inline constexpr int64_t kMostLatentSize = 576;  ///< of kLatent's keys
 inline constexpr float kMostWeight = 254;        ///< what the largest weight of a step is rounded from, kInt8
 inline constexpr int64_t kMostQueryRows = 96;    ///< of a tile
@@ -43,8 +43,8 @@ inline constexpr int64_t kMostQueryRows = 96;    ///< of a tile
 ///   reference    bfloat16 [key_size]           subtracted from rotated keys; zeros up to a whole line
 struct CacheShape {
   CacheKind kind;
-  int64_t key_size;    ///< a multiple of 16, 16..256; kLatent: 32..576
-  int64_t value_size;  ///< a multiple of 16, 16..256; kLatent: less than key_size
+  int64_t key_size;    ///< a multiple of 16, 16..512; kLatent: 32..576
+  int64_t value_size;  ///< a multiple of 16, 16..512; kLatent: less than key_size
 
   constexpr int64_t per_item() const { return kind == CacheKind::kInt8 ? 4 : 2; }
   constexpr int64_t key_items() const { return key_size / per_item(); }

@@ -9,7 +9,7 @@
 //   four int8 or two bfloat16, of 16 keys; the item of a row is broadcast from memory. A tile of outputs is 6 rows x 64
 //   channels, and a register of values is four or two keys of 16 channels.
 //
-//   |key + 128| <= 255, |query| <= 127: a sum of 256 products is below 255 * 127 * 256 < 2^23. Weights are 0..254,
+//   |key + 128| <= 255, |query| <= 127: a sum of 512 products is below 255 * 127 * 512 < 2^24. Weights are 0..254,
 //   values at most 127: a step of 128 keys is below 254 * 127 * 128 < 2^22.
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 # Pairs: field of ``Decoder.add_layer``, attribute of a layer.
 Norms = tuple[tuple[str, str], ...]
@@ -45,6 +46,7 @@ class Family:
         attention_at, mlp_at: attributes of a layer in vLLM; in transformers "self_attn" and, if there is one, "mlp".
         nothing: attributes of a layer or of its attention in vLLM that must be None or False.
         refuses: fields of the config that must not be set.
+        refuses_values: fields of the config, and a value that they must not have.
         norms: the norms of a layer.
         one_more: a norm multiplies by 1 + weight. vLLM has a class for such norms.
         centered: norms subtract the mean (LayerNorm).
@@ -66,6 +68,12 @@ class Family:
         scaled: the config has factors of products (w4a8/core/product_factors.py); in transformers, embeddings that are
             given are not multiplied by ``embedding_multiplier``.
         is_latent: attention is latent (MLA).
+        expert_norms: fields of ``Decoder.add_experts`` and attributes of a layer: norms of experts that are, with their
+            router, parts of the layer beside its MLP, which all tokens share. The router has factors of its rows and of
+            each expert's weight.
+        layer_input: attributes of a layer whose tokens have numbers of their own for each layer: gate, projection and
+            norm; (): none. The model makes the numbers by ``get_per_layer_inputs`` and ``project_per_layer_inputs``.
+        output_scale: attribute of a layer, a factor of its output; "": none.
     """
 
     vllm: str = ""
@@ -77,6 +85,7 @@ class Family:
     mlp_at: str = "mlp"
     nothing: tuple[str, ...] = ()
     refuses: tuple[str, ...] = ()
+    refuses_values: Mapping[str, str] = field(default_factory=dict)
     norms: Norms = _TWO
     one_more: bool = False
     centered: bool = False
@@ -95,6 +104,19 @@ class Family:
     beside: str = ""
     scaled: bool = False
     is_latent: bool = False
+    expert_norms: Norms = ()
+    layer_input: tuple[str, ...] = ()
+    output_scale: str = ""
+
+    def refusal(self, config: Any) -> str | None:
+        """What a config has that a Decoder does not compute, or None."""
+        for name in self.refuses:
+            if getattr(config, name, None):
+                return f"config.{name} is set"
+        for name, value in self.refuses_values.items():
+            if getattr(config, name, None) == value:
+                return f"config.{name} is {value!r}"
+        return None
 
     def name(self, usual: str) -> str:
         """The name of what Llama calls ``usual``."""
@@ -179,6 +201,20 @@ FAMILIES = {
     "gemma2": Family("gemma2.Gemma2", norms=_FOUR, one_more=True),
     "gemma3_text": Family("gemma3.Gemma3", refuses=("use_bidirectional_attention",), norms=_FOUR, one_more=True),
     "dots1": Family(shared=("shared_experts", "")),
+    "gemma4_text": Family(
+        "gemma4.Gemma4",
+        norms=_FOUR,
+        refuses_values={"use_bidirectional_attention": "all"},  # "vision": of pictures alone
+        router="router.proj",
+        scoring="softmax",
+        expert_norms=(
+            ("input_norm", "pre_feedforward_layernorm_2"),
+            ("output_norm", "post_feedforward_layernorm_2"),
+            ("shared_norm", "post_feedforward_layernorm_1"),
+        ),
+        layer_input=("per_layer_input_gate", "per_layer_projection", "post_per_layer_input_norm"),
+        output_scale="layer_scalar",
+    ),
     "ernie4_5": Family(interleaved=True),
     "ernie4_5_moe": Family("ernie45_moe.Ernie4_5_Moe", experts="MoE", interleaved=True, shared=("shared_experts", "")),
     "exaone4": Family("exaone4.Exaone4", ("GatedMLP",), norms=_BEHIND, turns_windows_alone=True),

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 # Types whose angles do not depend on the length of the text.
-FIXED = ("default", "linear", "llama3", "yarn")
+FIXED = ("default", "linear", "llama3", "yarn", "proportional")
 
 
 def angles(rotary: Any, positions: int, layer_type: str | None) -> torch.Tensor:

@@ -96,7 +96,7 @@ def test_attention(size, kinds, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(w4a8, "paged_attention", attention)
     code, _, err = talk(monkeypatch, capsys, "ab\n", tmp_path, "--max-new-tokens", "2")
     assert code == 0 and "2 written" in err and seen == kinds
-    reason = "[attention is transformers' own: the heads are not of 16 to 256 numbers, a multiple of 16]"
+    reason = "[attention is transformers' own: the heads are not of 16 to 512 numbers, a multiple of 16]"
     assert err.count("attention") == err.count(reason) == (not kinds)
 
 

@@ -33,26 +33,39 @@ class Mask:
     Args:
         window: tokens that a token sees, itself included; 0: all before it; None: another mask.
         arguments: of ``sdpa_mask``.
+        last: of so many last queries; 0: of all.
     """
 
-    def __init__(self, window: int | None, arguments: dict[str, Any]) -> None:
-        self.window, self.padding, self.arguments = window, arguments["attention_mask"], arguments
+    def __init__(self, window: int | None, arguments: dict[str, Any], last: int = 0) -> None:
+        self.window, self.padding, self.arguments, self.last = window, arguments["attention_mask"], arguments, last
 
     @cached_property
     def stock(self) -> torch.Tensor | None:
         """bool [B, 1, q, keys], as attention sdpa gets it: None if the argument ``is_causal`` is enough."""
-        return sdpa_mask(**self.arguments)
+        return self._whole() if self.last else sdpa_mask(**self.arguments)
 
     def _whole(self) -> torch.Tensor:
-        return sdpa_mask(**{**self.arguments, "allow_is_causal_skip": False})
+        mask = sdpa_mask(**{**self.arguments, "allow_is_causal_skip": False})
+        return mask[:, :, -self.last :]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name == "arguments":
             raise AttributeError(name)
         return getattr(self._whole(), name)
 
-    def __getitem__(self, index: Any) -> torch.Tensor:
-        return self._whole()[index]
+    def __getitem__(self, index: Any) -> Mask | torch.Tensor:
+        last = _last_queries(index)
+        return self._whole()[index] if last is None else Mask(self.window, self.arguments, last)
+
+
+def _last_queries(index: Any) -> int | None:
+    """n of ``[:, :, -n:, :]``, by which a model leaves out queries of a prompt; None: another index."""
+    everything = slice(None)
+    if not isinstance(index, tuple) or len(index) != 4 or (*index[:2], index[3]) != (everything,) * 3:
+        return None
+    rows = index[2]
+    is_end = isinstance(rows, slice) and isinstance(rows.start, int) and rows.start <= 0
+    return -rows.start if is_end and (rows.stop, rows.step) == (None, None) else None
 
 
 def window_of(function: Callable[..., Any]) -> int | None:
@@ -112,7 +125,7 @@ def attend(
 
     Args:
         module: of the model.
-        query: [B, H, q, D].
+        query: [B, H, q, D], the last q of the new columns.
         key, value: results of the cache's update, or [B, KV, keys, D] and [B, KV, keys, V].
         attention_mask: of make_mask, or the model's own.
         dropout, scaling: as for attention sdpa.
@@ -138,7 +151,10 @@ def attend(
         logger.warning_once("attention w4a8 has no weights to return: output_attentions=True needs eager attention")
     window = kwargs.get("sliding_window") if mask is None else mask.window
     step = key.write(None if mask is None else mask.padding)
-    batch, heads, fresh, size = query.shape
+    asked, fresh = query.shape[2], key.key.shape[2]
+    if asked < fresh:  # a layer with the keys of another, of a prompt whose last results alone are wanted
+        query = torch.nn.functional.pad(query, (0, 0, fresh - asked, 0))
+    batch, heads, _, size = query.shape
     got = w4a8.paged_attention(
         token_rows(query, step),
         key.layer.cache,
@@ -152,7 +168,7 @@ def attend(
     )
     if step.rows is not None:
         got = got.new_zeros(batch * fresh, *got.shape[1:]).index_copy_(0, step.rows, got)
-    return got.view(batch, fresh, heads, -1), None
+    return got.view(batch, fresh, heads, -1)[:, fresh - asked :], None
 
 
 def _reason(

@@ -186,6 +186,10 @@ class PackedStates:
             self.step = self.layer.write(self.key, self.value, padding)
         return self.step
 
+    def to(self, *args: Any, **kwargs: Any) -> PackedStates:
+        """Itself: models move what layers share to the device of a layer, and all are on the CPU."""
+        return self
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)

@@ -47,6 +47,11 @@ def _places(parent: torch.nn.Module, without: torch.nn.Module | None) -> Iterato
             yield from _places(module, without)
 
 
+def _shares_keys(attention: Any) -> bool:
+    """Whether keys and values are those of an earlier layer."""
+    return bool(getattr(attention, "is_kv_shared_layer", False))
+
+
 def _require(condition: object, reason: str) -> None:
     if not condition:
         raise NotFusedError(reason)
@@ -75,8 +80,8 @@ class Stack:
         config = model.config.get_text_config(decoder=True)
         _require(config.model_type in FAMILIES, f"models of type {config.model_type} are not known")
         self.family, self.config, self.kind = FAMILIES[config.model_type], config, kind
-        for name in self.family.refuses:
-            _require(not getattr(config, name, None), f"config.{name} is set")
+        refusal = self.family.refusal(config)
+        _require(refusal is None, refusal)
         inner, head = self._part(model, "model"), self._part(model, "lm_head")
         # The embeddings are called as ever.
         self.places = [(model, "model", inner), (model, "lm_head", head), *_places(head, None)]
@@ -115,10 +120,13 @@ class Stack:
                 self.limit = min(self.limit, parameters["original_max_position_embeddings"])
             elif rope == "dynamic":
                 self.limit = min(self.limit, config.max_position_embeddings)
+        self.has_inputs = False  # of each layer
         for layer, layer_type in zip(layers, types):
             self._add(layer, layer_type, self.rope_types.index(layer_type) if by_type else 0)
         attentions = [each for each in map(self._attention_of, layers) if each is not None]
-        self.heads = [self._heads(each) for each in attentions]
+        own = [each for each in attentions if not _shares_keys(each)]
+        self.heads = [self._heads(each) for each in own]
+        self.caches = [own.index(each if each in own else self._owner(each, own)) for each in attentions]
         self.linear = [operator for operator in map(operator_of, layers) if operator is not None]
         self.ropes: list[torch.Tensor] = []
         self.positions = 0
@@ -137,9 +145,12 @@ class Stack:
     def _eps(norm: Any) -> float:
         return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0)))
 
-    def _norm(self, module: Any) -> torch.Tensor:
+    def _norm(self, module: Any, size: int = 0) -> torch.Tensor:
+        """The factors of a normed row, and its bias; ``size``: of the row, for a norm that may have no factors."""
         eps = self._eps(module)
         _require(eps == self.eps, f"norms have different eps, {eps} and {self.eps}")
+        if size and getattr(module, "weight", None) is None:
+            return torch.ones(size)
         weight, bias = module.weight.detach().float(), getattr(module, "bias", None)
         if bias is not None:
             return torch.stack([weight, bias.detach().float()])
@@ -151,9 +162,19 @@ class Stack:
             return 1, attention.kv_lora_rank + attention.qk_rope_head_dim, attention.kv_lora_rank
         return self._kv_heads(attention), attention.head_dim, attention.head_dim
 
+    def _query_heads(self, attention: Any) -> int:
+        return getattr(attention, self.family.name("o_proj")).in_features // attention.head_dim
+
     def _kv_heads(self, attention: Any) -> int:
         projection = getattr(attention, "k_proj", None)
+        if _shares_keys(attention):
+            return self._query_heads(attention) // attention.num_key_value_groups
         return attention.num_key_value_heads if projection is None else projection.out_features // attention.head_dim
+
+    @staticmethod
+    def _owner(attention: Any, own: list[Any]) -> Any:
+        """The last of these attentions that is of the same type: the other's keys and values are its own."""
+        return [each for each in own if each.layer_type == attention.layer_type][-1]
 
     def _attention_of(self, layer: Any) -> Any:
         """The module of a layer's attention; None: the layer has none."""
@@ -190,6 +211,8 @@ class Stack:
         dense = (self._part(mlp, shared) if shared else beside) if experts else mlp
         if dense is not None:
             fields |= self._mlp(dense)
+        if family.output_scale:
+            fields["output_scale"] = float(getattr(layer, family.output_scale))
         residual = float(getattr(layer, "residual_multiplier", 1.0))
         self.decoder.add_layer(residual=residual, parallel=family.parallel, **fields)
         if operator is not None:
@@ -198,19 +221,33 @@ class Stack:
             self.decoder.set_factors(product, factors)
         if experts:
             self._add_experts(mlp, gate)
+        elif family.expert_norms and getattr(layer, "experts", None) is not None:
+            self._add_experts(layer, "")
+        if family.layer_input and getattr(layer, family.layer_input[0], None) is not None:
+            self._add_layer_input(layer)
 
-    def _mlp(self, mlp: Any) -> dict[str, Any]:
-        """The fields of ``Decoder.add_layer`` for an MLP."""
+    def _activation(self) -> int:
         config, family = self.config, self.family
         told = (getattr(config, name, None) for name in ("hidden_activation", family.name("hidden_act")))
         name = next(filter(None, told), family.activation)
         _require(name in _ACTIVATIONS, f"the activation {name} is not known")
+        return int(_ACTIVATIONS[name])
+
+    def _mlp(self, mlp: Any) -> dict[str, Any]:
+        """The fields of ``Decoder.add_layer`` for an MLP."""
+        family = self.family
         parts = ("gate_proj", "up_proj") if hasattr(mlp, family.name("gate_proj")) else ("up_proj",)
         return {
-            "activation_kind": int(_ACTIVATIONS[name]),
+            "activation_kind": self._activation(),
             "gate_up": self._joined(mlp, family.name("gate_up_proj"), parts),
             "down": self._packed(mlp, family.name("down_proj")),
         }
+
+    def _add_layer_input(self, layer: Any) -> None:
+        gate, down, norm = (self._part(layer, name) for name in self.family.layer_input)
+        both = (each.packed if isinstance(each, PackedLinear) else each.weight.detach() for each in (gate, down))
+        self.decoder.add_layer_input(*both, norm=self._norm(norm), activation_kind=self._activation())
+        self.has_inputs = True
 
     def _attention(self, attention: Any, layer_type: str, rope: int) -> dict[str, Any]:
         """The fields of ``Decoder.add_layer`` for attention."""
@@ -219,10 +256,16 @@ class Stack:
         turns = getattr(attention, "use_rope", True) and self.rotary is not None
         if family.turns_windows_alone and config.sliding_window is not None:
             turns = window > 0
+        parts = ("q_proj", "k_proj", "v_proj")
+        if _shares_keys(attention):
+            parts = ("q_proj",)
+        elif getattr(attention, "v_proj", attention) is None:  # values are keys
+            parts = ("q_proj", "k_proj")
         fields = {
-            "qkv": self._joined(attention, "qkv_proj", ("q_proj", "k_proj", "v_proj")),
+            "qkv": self._joined(attention, "qkv_proj", parts),
+            "projected": "qkv"[: len(parts)],
             "out": self._packed(attention, family.name("o_proj")),
-            "heads": getattr(attention, family.name("o_proj")).in_features // attention.head_dim,
+            "heads": self._query_heads(attention),
             "kv_heads": self._kv_heads(attention),
             "head_size": attention.head_dim,
             "scale": float(attention.scaling),
@@ -234,9 +277,9 @@ class Stack:
             "gated": family.gated,
             "turn_first": family.turn_first,
         }
-        for name in ("q_norm", "k_norm"):
+        for name in ("q_norm", "k_norm", "v_norm"):
             if getattr(attention, family.name(name), None) is not None:
-                fields[name] = self._norm(self._part(attention, family.name(name)))
+                fields[name] = self._norm(self._part(attention, family.name(name)), attention.head_dim)
         if getattr(attention, "sinks", None) is not None:
             fields["sinks"] = attention.sinks.detach()
         return fields
@@ -273,10 +316,18 @@ class Stack:
         return fields
 
     def _add_experts(self, mlp: Any, gate: str) -> None:
+        """Experts and a router, which are parts of ``mlp``; ``gate``: the name of the shared expert's, or ""."""
         experts = self._part(mlp, "experts")
         name = "router" if hasattr(mlp, "router") else self.family.router
         router, matrix = self._part(mlp, name.partition(".")[0]), mlp.get_submodule(name)
         _require(isinstance(experts, W4A8Experts), f"{type(mlp).__name__}.experts are not packed")
+        own = {field: self._norm(self._part(mlp, name)) for field, name in self.family.expert_norms}
+        top_k = getattr(router, "top_k", None)
+        if own:  # the router norms its rows, which then have factors
+            factors = router.scale.detach().float() * router.scalar_root_size
+            own["router_norm"] = self._norm(router.norm, len(factors)) * factors
+            own["expert_factors"] = router.per_expert_scale.detach()
+            matrix, top_k = self._part(router, "proj"), self.config.top_k_experts
         bias, routed = getattr(matrix, "bias", None), router_in_config(self.config.model_type, self.config.to_dict())
         floats, correction = (*mlp.named_parameters(), *mlp.named_buffers()), None
         if routed.has_correction_bias:  # of the router, of the module around it, or of one in it
@@ -288,11 +339,18 @@ class Stack:
             routing["scoring_func"] = self.family.scoring
         self.decoder.add_experts(
             matrix.weight.detach(), None if bias is None else bias.detach(), experts.w13_packed, experts.w2_packed,
-            top_k=router.top_k, activation_kind=int(experts.activation),
+            top_k=top_k, activation_kind=int(experts.activation),
             shared_gate=self._part(mlp, gate).weight.detach()[0] if gate else None, **routing,
             e_score_correction_bias=None if correction is None else correction.detach().flatten(),
-            **experts.numbers._asdict(),
+            **experts.numbers._asdict(), **own,
         )  # fmt: skip
+
+    def layer_inputs(self, model: Any, input_ids: torch.Tensor | None, embeds: torch.Tensor) -> torch.Tensor | None:
+        """The numbers [batch, tokens, numbers] of all layers; None: they get none."""
+        if not self.has_inputs:
+            return None
+        inner = model.model
+        return inner.project_per_layer_inputs(embeds, inner.get_per_layer_inputs(input_ids, embeds)).flatten(2)
 
     def changed(self) -> str | None:
         """The first module of the model that was replaced or got a hook, or None."""

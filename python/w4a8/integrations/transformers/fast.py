@@ -120,6 +120,6 @@ def _try(model: Any, text: Any, cache: W4A8Cache) -> None:
     except Exception as error:  # of any model's code
         raise ValueError(f"{type(model).__name__} does not run with it: {type(error).__name__}: {error}") from error
     if any(layer.cache is None for layer in cache.pages.layers):
-        raise ValueError("the heads are not of 16 to 256 numbers, a multiple of 16")
+        raise ValueError("the heads are not of 16 to 512 numbers, a multiple of 16")
     if cache.pages.columns != 1 or any(layer.columns != 1 for layer in cache.pages.layers):
         raise ValueError(f"{type(model).__name__} has layers with attention of their own")

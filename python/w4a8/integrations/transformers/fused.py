@@ -102,9 +102,10 @@ class _Forward(Guard):
         scales = self.stack.embedding_factor != 1 and (inputs_embeds is None or not self.stack.family.scaled)
         if inputs_embeds is None:
             inputs_embeds = model.get_input_embeddings()(input_ids)
+        numbers = self.stack.layer_inputs(model, input_ids, inputs_embeds)
         if scales:
             inputs_embeds = inputs_embeds * self.stack.embedding_factor
-        logits = self._run(model, inputs_embeds, attention_mask, position_ids, past_key_values, logits_to_keep)
+        logits = self._run(model, inputs_embeds, numbers, attention_mask, position_ids, past_key_values, logits_to_keep)
         return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
 
     def _reason(
@@ -135,8 +136,8 @@ class _Forward(Guard):
         return None
 
     def _run(
-        self, model: Any, x: torch.Tensor, mask: torch.Tensor | None, position_ids: torch.Tensor | None,
-        cache: W4A8Cache, keep: int | torch.Tensor,
+        self, model: Any, x: torch.Tensor, numbers: torch.Tensor | None, mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None, cache: W4A8Cache, keep: int | torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         stack = self.stack
         batch, fresh, hidden = x.shape
@@ -151,19 +152,21 @@ class _Forward(Guard):
         columns = columns[keep] if isinstance(keep, torch.Tensor) else columns[-keep:] if keep else columns
         wanted = (torch.arange(batch)[:, None] * fresh + columns).reshape(-1)  # of the rows of x
         rows, there = wanted, None
-        flat = x.reshape(-1, hidden)
+        flat, numbers = x.reshape(-1, hidden), None if numbers is None else numbers.flatten(0, 1)
         if step.rows is not None:  # without padding
             number = torch.full((batch * fresh,), -1)
             number[step.rows] = torch.arange(len(step.rows))
             there = number[wanted] >= 0
             rows, flat, positions = number[wanted][there], flat[step.rows], positions[step.rows]
+            numbers = None if numbers is None else numbers[step.rows]
         states = step_states(stack.linear, cache, batch, x.dtype) if stack.linear else None
         ropes = stack.tables(int(positions.max()) + 1 if len(positions) else 1)
         everything = step.rows is None and not isinstance(keep, torch.Tensor) and len(columns) == fresh
         threads = 0 if self.threads is None else self.threads.before(len(flat))
         got = stack.decoder.step(
-            flat, positions, caches, step.tables, ropes, None if everything else rows, threads=threads, states=states
-        )
+            flat, positions, [caches[i] for i in stack.caches], step.tables, ropes, None if everything else rows,
+            threads=threads, states=states, layer_inputs=numbers,
+        )  # fmt: skip
         cache.end_step(fresh)
         if stack.head is not None:
             got = stack.head(got)

@@ -205,7 +205,7 @@ class _GatedDelta(_Operator):
 
     def _fits(self, layer: Any) -> bool:
         return (
-            {layer.head_k_dim, layer.head_v_dim}.issubset(ops.HEAD_SIZES)
+            {layer.head_k_dim, layer.head_v_dim}.issubset(ops.STATE_SIZES)
             and layer.activation in ("silu", "swish")
             and layer.norm.activation in ("silu", "sigmoid")
             and layer.conv1d.bias is None
@@ -295,7 +295,8 @@ class _StateSpace(_Operator):
     kind = "state_space"
 
     def _fits(self, layer: Any) -> bool:
-        return {layer.head_dim, layer.ssm_state_size}.issubset(ops.HEAD_SIZES) and layer.activation in ("silu", "swish")
+        fits = {layer.head_dim, layer.ssm_state_size}.issubset(ops.STATE_SIZES)
+        return fits and layer.activation in ("silu", "swish")
 
     def _state_size(self, layer: Any) -> tuple[int, ...]:
         return layer.num_heads, layer.head_dim, layer.ssm_state_size

@@ -21,7 +21,7 @@ from w4a8.core.activation import MoEActivation, as_activation, kernel_activation
 from w4a8.core.families import FAMILIES, Family
 from w4a8.integrations.rotary import FIXED, angles
 from w4a8.integrations.vllm import attention, settings
-from w4a8.integrations.vllm.decoder_parts import Unfit, float_weight, only, packed, without_bias
+from w4a8.integrations.vllm.decoder_parts import Unfit, any_weight, float_weight, only, packed, without_bias
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
 from w4a8.integrations.vllm.products import products_of
 from w4a8.integrations.vllm.state_layers import fields_of, state_layer_of
@@ -154,9 +154,8 @@ def attention_fields(module: Any, family: Family, norms: Norms, ropes: Ropes) ->
     impl = module.attn.impl
     if not isinstance(impl, attention.Impl):
         raise Unfit(f"attention is vLLM's ({settings.ATTENTION}, or what the log says of it)")
-    if impl.kv_sharing_target_layer_name is not None:
-        raise Unfit("layers that share keys and values")
-    qkv, qkv_bias = packed(module.qkv_proj)
+    shares_keys = impl.kv_sharing_target_layer_name is not None
+    qkv, qkv_bias = packed(module.q_proj if shares_keys else module.qkv_proj)
     projection = getattr(module, family.name("o_proj"))
     out, out_bias = packed(projection)
     rotary = getattr(module, "rotary_emb", ropes.shared)
@@ -164,6 +163,7 @@ def attention_fields(module: Any, family: Family, norms: Norms, ropes: Ropes) ->
     layer_type = module.attention_type if hasattr(rotary, "layer_types") else None
     fields: dict[str, Any] = {
         "qkv": qkv,
+        "projected": "q" if shares_keys else "qkv",
         "out": only(projection, out),
         "qkv_bias": qkv_bias,
         "out_bias": out_bias,
@@ -181,7 +181,7 @@ def attention_fields(module: Any, family: Family, norms: Norms, ropes: Ropes) ->
         "interleaved": turns and not getattr(rotary, "is_neox_style", True),
         "turn_first": family.turn_first,
     }
-    for name in ("q_norm", "k_norm"):
+    for name in ("q_norm", "k_norm", "v_norm"):
         if hasattr(module, family.name(name)):
             fields[name] = norms.weight(getattr(module, family.name(name)))
     return fields
@@ -315,6 +315,38 @@ def _routes_before(runner: Any) -> bool:
     return type(runner).__name__ == "TransformersMoERunner"
 
 
+def own_expert_fields(layer: Any, family: Family, norms: Norms) -> dict[str, Any]:
+    """The arguments of ``Decoder.add_experts`` for experts that are, with their router, parts of a layer.
+
+    Raises:
+        Unfit: as :func:`expert_fields`.
+    """
+    router = layer.router
+    if layer.experts.routed_experts.custom_routing_function != router.routing_function:
+        raise Unfit(f"{layer.experts.routed_experts.layer_name} routes by another function")
+    fields = {field: norms.weight(getattr(layer, name)) for field, name in family.expert_norms}
+    fields["router_norm"] = norms.weight(router.norm) * (router.scale.data.float() * router.root_size.float())
+    fields["expert_factors"] = router.per_expert_scale.data
+    return fields | expert_fields(layer.experts, layer, family)
+
+
+def input_fields(layer: Any, family: Family, norms: Norms, activation_kind: int) -> dict[str, Any]:
+    """The arguments of ``Decoder.add_layer_input``; {}: the layer has none.
+
+    Raises:
+        Unfit: a projection or a norm that a decoder does not have.
+    """
+    if not family.layer_input or getattr(layer, family.layer_input[0]) is None:
+        return {}
+    gate, down, norm = (getattr(layer, name) for name in family.layer_input)
+    return {
+        "gate": any_weight(gate),
+        "down": any_weight(down),
+        "norm": norms.weight(norm),
+        "activation_kind": activation_kind,
+    }
+
+
 def expert_fields(runner: Any, block: Any, family: Family) -> dict[str, Any]:
     """The arguments of ``Decoder.add_experts``, except the gate of a shared expert.
 
@@ -349,6 +381,7 @@ class LayerFields(NamedTuple):
     layer: dict[str, Any]
     linear_attention: dict[str, Any]
     experts: dict[str, Any]
+    layer_input: dict[str, Any]
 
 
 def layer_fields(layer: Any, family: Family, norms: Norms, ropes: Ropes) -> LayerFields:
@@ -377,13 +410,18 @@ def layer_fields(layer: Any, family: Family, norms: Norms, ropes: Ropes) -> Laye
             raise Unfit(f"{class_name(layer)} with {name}")
     fields = {field: norms.weight(getattr(layer, name)) for field, name in norm_names}
     fields |= {"residual": float(getattr(layer, "residual_multiplier", 1.0)), "parallel": family.parallel}
+    if family.output_scale:
+        fields["output_scale"] = float(getattr(layer, family.output_scale))
     if module is not None and family.is_latent:
         fields |= latent_fields(module, norms, ropes)
     elif module is not None:
         fields |= attention_fields(module, family, norms, ropes)
     linear = {} if states is None else fields_of(states)
     if mlp is None or class_name(mlp) not in experts:
-        return LayerFields(fields | ({} if mlp is None else mlp_fields(mlp, family)), linear, {})
+        fields |= {} if mlp is None else mlp_fields(mlp, family)
+        beside_mlp = family.expert_norms and layer.experts is not None
+        routed = own_expert_fields(layer, family, norms) if beside_mlp else {}
+        return LayerFields(fields, linear, routed, input_fields(layer, family, norms, fields.get("activation_kind", 0)))
     routed = expert_fields(mlp.experts, mlp, family)
     shared = beside if mlp.experts.shared_experts is None else mlp.experts.shared_experts._layer
     if family.shared[0] and _routes_before(mlp.experts):
@@ -393,4 +431,4 @@ def layer_fields(layer: Any, family: Family, norms: Norms, ropes: Ropes) -> Laye
         fields |= mlp_fields(shared, family)
         gate = getattr(shared, "expert_gate", None)
         routed["shared_gate"] = None if gate is None else float_weight(gate)[0].flatten()
-    return LayerFields(fields, linear, routed)
+    return LayerFields(fields, linear, routed, {})

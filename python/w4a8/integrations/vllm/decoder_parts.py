@@ -66,6 +66,20 @@ def only(linear: Any, found: list[torch.Tensor] | None = None) -> torch.Tensor:
     return found[0]
 
 
+def any_weight(linear: Any) -> torch.Tensor:
+    """The one packed matrix of a linear layer without a bias, or floats [out_features, in_features].
+
+    Raises:
+        Unfit: as :func:`only` and :func:`float_weight`.
+    """
+    if type(linear.quant_method) is not UnquantizedLinearMethod:
+        return only(linear)
+    weight, bias = float_weight(linear)
+    if bias is not None:
+        raise Unfit(f"{linear.prefix} has a bias")
+    return weight
+
+
 def float_weight(linear: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Floats [out_features, in_features] of a linear layer that is not quantized, and the bias.
 

@@ -18,7 +18,7 @@ from w4a8.integrations.vllm.config import is_ours
 from w4a8.integrations.vllm.loaded import after_loading, before_loading_again
 from w4a8.integrations.vllm.log import logger
 from w4a8.linear_attention import layer_weights
-from w4a8.ops import HEAD_SIZES, gated_delta
+from w4a8.ops import STATE_SIZES, gated_delta
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # of a convolution's state
 _OPERATOR = "w4a8_gated_delta"
@@ -61,7 +61,7 @@ def reason_against(layer: Any) -> str | None:
     if layer._forward_method != layer.forward_cpu or hasattr(layer, "in_proj_qkv"):
         return "layers with another forward"
     for size in (layer.head_k_dim, layer.head_v_dim):
-        if size not in HEAD_SIZES:
+        if size not in STATE_SIZES:
             return f"heads of {size}"
     if of_state != torch.float32:
         return f"states of {of_state} (--mamba-ssm-cache-dtype float32: here)"

@@ -65,7 +65,7 @@ def reason_against(layer: Any) -> str | None:
         return "another convolution"
     if layer.activation not in ("silu", "swish") or getattr(layer, "use_replayssm", False):
         return "another form of Mamba-2"
-    if not {layer.head_dim, layer.ssm_state_size}.issubset(ops.HEAD_SIZES):
+    if not {layer.head_dim, layer.ssm_state_size}.issubset(ops.STATE_SIZES):
         return f"states of heads of {layer.head_dim} x {layer.ssm_state_size}"
     norm, ranks = layer.norm, layer.tp_size
     return "a norm over several ranks" if norm.use_rms_norm and norm.n_groups % ranks else None

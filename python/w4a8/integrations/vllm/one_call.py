@@ -66,6 +66,8 @@ def reason_against(vllm_config: Any, model_config: Any) -> str | None:
             return f"{name} {getattr(parallel, name)}"
     if getattr(parallel, "decode_context_parallel_size", 1) != 1 or getattr(parallel, "use_ubatching", False):
         return "a step that is cut into parts"
+    if getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False):
+        return "kv_sharing_fast_prefill"
     if vllm_config.lora_config is not None:
         return "LoRA"
     if speculation is not None and speculation.method not in _DRAFTS:
@@ -122,9 +124,9 @@ class OneCall:
         self.positions = model_config.max_model_len
         self.family = family_of(self.inner)
         config = getattr(self.inner, "config", None)
-        for name in self.family.refuses:
-            if getattr(config, name, None):
-                raise Unfit(f"config.{name} is set")
+        refusal = self.family.refusal(config)
+        if refusal is not None:
+            raise Unfit(refusal)
         if self.family.is_latent and model_config.dtype == torch.float16:
             raise Unfit("latent attention in float16, where vLLM scales rows between layers")
         if not hasattr(self.inner, "do_not_compile"):
@@ -165,7 +167,7 @@ class OneCall:
         head = None if self._head_layer is None else packed_head(self._head_layer)
         decoder = Decoder(weight, head, hidden_size=weight.shape[-1], eps=norms.eps, centered=norms.centered)
         factors = product_factors(self.inner.config) if self.family.scaled else {}
-        for layer, linear, experts in fields:
+        for layer, linear, experts, layer_input in fields:
             decoder.add_layer(**layer)
             if linear:
                 decoder.add_linear_attention(**linear)
@@ -173,10 +175,13 @@ class OneCall:
                 decoder.set_factors(product, each)
             if experts:
                 decoder.add_experts(**experts)
+            if layer_input:
+                decoder.add_layer_input(**layer_input)
         if self.family.is_latent:
             for each, made in zip(self.attentions, fields):
                 share_latents(each, made.layer)
         self.decoder, self.ropes, self._is_stale = decoder, ropes.tables, False
+        self._has_inputs = any(made.layer_input for made in fields)
 
     def take_over(self) -> None:
         """Replaces the forward of the model's layers. Weights that are loaded later are read before the next step."""
@@ -197,6 +202,7 @@ class OneCall:
         positions: torch.Tensor,
         intermediate_tensors: Any = None,
         inputs_embeds: torch.Tensor | None = None,
+        per_layer_inputs: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As upstream's: rows [tokens, hidden_size] behind the last norm."""
         metadata = get_forward_context().attn_metadata
@@ -223,20 +229,36 @@ class OneCall:
         places = positions[0] if positions.dim() == 2 else positions
         step = (hidden[:tokens], places[:tokens].long(), self.caches(), tables, self.ropes)
         states = step_states(self.linear, metadata)
+        numbers = self._layer_inputs(input_ids, hidden, inputs_embeds, per_layer_inputs, tokens)
         if self._head is None or inputs_embeds is not None:
             self._threads.restore()
             threads = 0
         else:
             threads = self._threads.before(tokens)
         if self._head is None:
-            found = self.decoder.step(*step, states=states)
+            found = self.decoder.step(*step, states=states, layer_inputs=numbers)
         else:
             found, last = torch.empty_like(step[0]), (starts[1:].long() - 1).clamp_(min=0)
-            logits = self.decoder.step(*step, last, found, threads, states)
+            logits = self.decoder.step(*step, last, found, threads, states, numbers)
             self._head.keep(found[last], logits)
         if tokens == len(hidden):
             return found
         return torch.cat([found, hidden.new_zeros(len(hidden) - tokens, found.shape[1])])
+
+    def _layer_inputs(
+        self,
+        input_ids: torch.Tensor | None,
+        hidden: torch.Tensor,
+        inputs_embeds: torch.Tensor | None,
+        given: torch.Tensor | None,
+        tokens: int,
+    ) -> torch.Tensor | None:
+        """The numbers [tokens, numbers] of all layers; None: they get none. ``given``: with ``inputs_embeds``."""
+        if not self._has_inputs:
+            return None
+        if inputs_embeds is None:
+            given = self.inner.get_per_layer_inputs(input_ids)
+        return self.inner.project_per_layer_inputs(hidden, given)[:tokens].flatten(1)
 
     def caches(self) -> list[torch.Tensor]:
         """Of each layer, uint8 [pages, kv_heads, bytes]."""
