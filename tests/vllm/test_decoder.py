@@ -320,7 +320,8 @@ def test_engines_that_keep_vllms_forward(monkeypatch):
         return one_call.reason_against(found, found.model_config)
 
     assert reason(config()) is None
-    assert reason(config(speculation=SimpleNamespace(method="ngram"))) is None
+    for method in ("ngram", "mtp"):
+        assert reason(config(speculation=SimpleNamespace(method=method))) is None
     assert reason(config(tensor_parallel_size=2)) == "tensor_parallel_size 2"
     assert reason(config(pipeline_parallel_size=3)) == "pipeline_parallel_size 3"
     assert reason(config(use_ubatching=True)) == "a step that is cut into parts"

@@ -30,8 +30,8 @@ from w4a8.integrations.vllm.loaded import after_loading, before_loading_again
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.state_layers import guesses_fit, state_layer_of, step_states
 
-# Methods of speculation that need no hidden states of this model.
-_DRAFTS = ("ngram", "ngram_gpu", "suffix", "draft_model")
+# Methods of speculation that need no hidden states of this model, or those of its last norm, which are its results.
+_DRAFTS = ("ngram", "ngram_gpu", "suffix", "draft_model", "mtp")
 
 
 def register_decoder() -> None:
