@@ -13,7 +13,9 @@ def given(model):
     names = {"w13": "w13_packed", "w2": "w2_packed"}
     layer = {names.get(name, name): value for name, value in model.layers[0].items() if value is not None}
     layer |= {"norm": model.norm, "head": model.head, "sinks": model.attention["sinks"]}
-    layer.pop("both", None)  # the reference's own
+    layer |= layer.pop("own", {})
+    for of_reference in ("both", "makes"):
+        layer.pop(of_reference, None)
     return {name: value if isinstance(value, list) else [value] for name, value in layer.items()}
 
 

@@ -17,7 +17,7 @@ def test_refuses_numbers_that_the_call_does_not_have(tmp_path, monkeypatch):
     rope, norm = model.config.rope_parameters["full_attention"], model.model.layers[0].input_layernorm
     for change, message in (
         (lambda by: by.setattr(norm, "eps", 0.5), "norms have different eps, 0.5 and "),
-        (lambda by: by.setitem(rope, "rope_type", "dynamic"), "rotary embeddings of type dynamic depend on the length"),
+        (lambda by: by.setitem(rope, "rope_type", "other"), "rotary embeddings of type other depend on the length"),
         (lambda by: by.setattr(model.config, "use_bidirectional_attention", True), "use_bidirectional_attention is se"),
     ):
         with monkeypatch.context() as by, pytest.raises(ValueError, match=message):

@@ -165,7 +165,7 @@ def engine(block_size=128, user=False, backend=None):
         ),
         ({"use_sparse": True}, {}, "sparse attention"),
         ({"attn_type": "encoder_only"}, {}, "attention of type encoder_only"),
-        ({"head_size": 512}, {}, "heads of 512"),
+        ({"head_size": 528}, {}, "heads of 528"),
         ({"head_size": 72}, {}, "heads of 72"),
         ({"kv_cache_dtype": "fp8"}, {}, "a KV cache of fp8"),
         ({}, {"block_size": 32, "user": True}, "blocks of 32 tokens, which are no multiple of 64"),

@@ -197,12 +197,12 @@ def test_threads_of_torch_between_steps(monkeypatch):
     one.family = SimpleNamespace(is_latent=False)
     seen = []
 
-    def record(hidden, positions, caches, tables, ropes, rows=None, normed=None, threads=0, states=None):
+    def record(hidden, positions, caches, tables, ropes, rows=None, normed=None, threads=0, *more, **others):
         seen.append((len(hidden), threads, torch.get_num_threads()))
         return hidden
 
     one.decoder, one.ropes, one.names, one._is_stale = SimpleNamespace(step=record), [], ["layer"], False
-    one.embedding_factor = 1.0
+    one.embedding_factor, one._has_inputs = 1.0, False
     one.embed = lambda ids: torch.zeros(len(ids), 4)
     one.caches, one.linear = list, []
 
@@ -304,13 +304,14 @@ def test_says_why_it_keeps_vllms_forward(kept):
     assert "run in one call" not in kept
 
 
-def config(model=None, lora=None, speculation=None, **parallel):
+def config(model=None, lora=None, speculation=None, fast_prefill=False, **parallel):
     """An engine's, as far as it is read."""
     one = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "use_ubatching": False} | parallel
     model = SimpleNamespace(runner_type="generate") if model is None else model
     return SimpleNamespace(
-        parallel_config=SimpleNamespace(**one), model_config=model, lora_config=lora, speculative_config=speculation
-    )
+        parallel_config=SimpleNamespace(**one), model_config=model, lora_config=lora, speculative_config=speculation,
+        cache_config=SimpleNamespace(kv_sharing_fast_prefill=fast_prefill),
+    )  # fmt: skip
 
 
 def test_engines_that_keep_vllms_forward(monkeypatch):
@@ -325,6 +326,7 @@ def test_engines_that_keep_vllms_forward(monkeypatch):
     assert reason(config(tensor_parallel_size=2)) == "tensor_parallel_size 2"
     assert reason(config(pipeline_parallel_size=3)) == "pipeline_parallel_size 3"
     assert reason(config(use_ubatching=True)) == "a step that is cut into parts"
+    assert reason(config(fast_prefill=True)) == "kv_sharing_fast_prefill"
     assert reason(config(lora=object())) == "LoRA"
     assert reason(config(speculation=SimpleNamespace(method="eagle3"))) == "hidden states for drafts (eagle3)"
     assert reason(config(SimpleNamespace(runner_type="pooling"))) == "a pooling model"
@@ -338,7 +340,7 @@ def test_what_is_not_in_the_tables():
         family_of(torch.nn.Identity())
     with set_current_vllm_config(VllmConfig()):
         made = [RMSNorm(16, 1e-6), RMSNorm(16, 1e-5), RMSNorm(16, 1e-6, var_hidden_size=8), GemmaRMSNorm(16, 1e-6)]
-    norms = Norms()
+    norms = Norms(centered=False)
     assert torch.equal(norms.weight(made[0]), torch.ones(16))
     made[3].weight.data.fill_(0.5)
     assert torch.equal(norms.weight(made[3]), torch.full((16,), 1.5))
@@ -350,7 +352,7 @@ def test_what_is_not_in_the_tables():
         norms.weight(torch.nn.LayerNorm(16))
     with pytest.raises(Unfit, match="there is no table for Identity"):
         Ropes(4).number(torch.nn.Identity())
-    shared = SimpleNamespace(rope_type={"sliding_attention": "dynamic"})
+    shared = SimpleNamespace(rope_type={"sliding_attention": "dynamic"}, original_max_seq_len=3)
     with pytest.raises(Unfit, match="rotary embeddings of type dynamic depend on the length of the text"):
         Ropes(4, shared).number(shared, "sliding_attention")
 
@@ -394,7 +396,8 @@ def test_numbers_of_experts():
     routed.quant_method = method = W4A8MoEMethod.__new__(W4A8MoEMethod)
     method.activation, method.numbers, method.routes = "silu", GateNumbers(10.0), True
     method.sizes = SimpleNamespace(gated=True)
-    fields = expert_fields(runner, router)
+    block = SimpleNamespace(get_submodule=lambda name: router)
+    fields = expert_fields(runner, block, FAMILIES["qwen3_moe"])
     assert {name: fields[name] for name in ("activation_kind", "limit", "alpha", "beta")} == {
         "activation_kind": 2, "limit": 10.0, "alpha": None, "beta": None,
     }  # fmt: skip

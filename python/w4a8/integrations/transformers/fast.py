@@ -112,6 +112,8 @@ def _try(model: Any, text: Any, cache: W4A8Cache) -> None:
     """Raises ValueError, with a reason, unless all possible layers of the cache are packed."""
     if text._attn_implementation != NAME:
         raise ValueError(f"{type(model).__name__} has attention of its own, which cannot be set")
+    if any(layer.kind == "latent" for layer in cache.pages.layers):
+        raise ValueError("its attention is latent (MLA), which fuse() alone runs")
     if not cache.pages.layers:
         raise ValueError("no layer keeps keys and values of all tokens or of a sliding window")
     try:
