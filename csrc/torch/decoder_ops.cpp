@@ -340,8 +340,7 @@ void decoder_add_layer_input_cpu(const Tensor& decoder, const Tensor& gate, cons
                                  const OptionalTensor& norm, int64_t activation_kind) {
   const DecoderUse found(decoder);
   check_cpu({{"gate", gate}, {"down", down}});
-  W4A8_CHECK(!found->plan.layers.empty(), "decoder has no layer yet, expected one without an input");
-  LayerPlan& layer = found->plan.layers.back();
+  LayerPlan& layer = last_layer(*found, "without an input");
   W4A8_CHECK(layer.input.size == 0, "the last layer of decoder has an input, expected one without");
   const int64_t hidden = found->plan.hidden;
   LayerInputPlan input;

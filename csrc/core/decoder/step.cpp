@@ -145,7 +145,7 @@ class Step {
       for (int64_t h = 0; h < plan.heads; ++h) {
         kernel_.linear_attention->sigmoids(q.row(r) + h * plan.q_stride() + n, n, factors);
         float* out = b_.attended + (r * plan.heads + h) * n;
-        for (int64_t i = 0; i < n; ++i) out[i] *= factors[i];
+        scale_row(factors, n, out);
       }
     });
   }
