@@ -74,12 +74,7 @@ void set_heads_of_latents(Decoder& decoder, AttentionPlan& attention, const Tens
   W4A8_CHECK(shape.key_size <= kMostHeadSize && shape.value_size <= kMostHeadSize && shape.value_size % 16 == 0,
              "kv_up is given for heads of ", shape.key_size, " and ", shape.value_size,
              " channels of keys and values, expected multiples of 16 up to ", kMostHeadSize);
-  const int64_t n = attention.heads * latent.kv_stride();
-  if (is_floating(type_of(kv_up))) {
-    latent.kv_floats = float_matrix(decoder, "kv_up", kv_up, n, latent.rank);
-  } else {
-    latent.kv_up = products_of(decoder, "kv_up", std::vector<Tensor>{kv_up}, latent.rank, n);
-  }
+  latent.kv_up = any_matrix(decoder, "kv_up", kv_up, attention.heads * latent.kv_stride(), latent.rank);
 }
 
 void set_latent(Decoder& decoder, AttentionPlan& attention, Tensors qkv, const OptionalTensor& q_up,

@@ -49,7 +49,7 @@ struct Buffers {
           q_size = std::max(q_size, attention.q_size());
           q_rank = std::max(q_rank, attention.latent.q_up.k());
         }
-        if (attention.latent.has_heads()) {
+        if (attention.latent.kv_up) {
           low_size = std::max(low_size, attention.latent.rank);
           kv_size = std::max(kv_size, attention.heads * attention.latent.kv_stride());
           keys_size = std::max(keys_size, attention.q_size());

@@ -15,7 +15,8 @@ void cut_plan(DecoderPlan& plan, int workers) {
   }
   if (plan.head) order.push_back(&plan.head);
   for (LayerPlan& layer : plan.layers) {
-    if (layer.attention.latent.kv_up) layer.attention.latent.kv_up.cut(workers, nullptr);
+    Products& kv_up = layer.attention.latent.kv_up.packed;
+    if (kv_up) kv_up.cut(workers, nullptr);
   }
   for (std::size_t i = 0; i < order.size(); ++i) {
     order[i]->cut(workers, i + 1 < order.size() ? order[i + 1] : nullptr);

@@ -33,21 +33,28 @@ struct FloatMatrix {
   explicit operator bool() const { return rows != nullptr; }
 };
 
+/// A matrix that is packed, or of floats.
+struct AnyMatrix {
+  Products packed;
+  FloatMatrix floats;
+  int64_t k = 0;
+  explicit operator bool() const { return packed || floats; }
+  int64_t n() const { return packed ? packed.n() : floats.n; }
+};
+
 /// Latent attention (MLA), whose cache holds a latent row of a token in place of its keys and values. k_up and v_up
 /// make the keys and values of each head of such a row. Here they act on the query and on the result instead, but for
-/// sequences that begin in a step, if kv_up or kv_floats is given.
+/// sequences that begin in a step, if kv_up is given.
 struct LatentPlan {
   Products q_up;               ///< q of the normed row of the query; none: q is a result of AttentionPlan::qkv
   const void* k_up = nullptr;  ///< [heads, rank, nope] of type; null: attention is not latent
   const void* v_up = nullptr;  ///< [heads, value_size, rank] of type
   DType type = DType::kFloat32;
-  Products kv_up;         ///< [rank] to [heads, nope + value_size]; none: kv_floats, or neither
-  FloatMatrix kv_floats;  ///< [heads * (nope + value_size), rank]
-  int64_t rank = 0;       ///< channels of a latent row in front of those that are turned
-  int64_t nope = 0;       ///< channels of a head of q in front of those that are turned
+  AnyMatrix kv_up;   ///< [heads * (nope + value_size), rank]; or none
+  int64_t rank = 0;  ///< channels of a latent row in front of those that are turned
+  int64_t nope = 0;  ///< channels of a head of q in front of those that are turned
   int64_t value_size = 0;
   explicit operator bool() const { return k_up != nullptr; }
-  bool has_heads() const { return kv_up || kv_floats; }
   int64_t kv_stride() const { return nope + value_size; }  ///< between heads
 };
 
@@ -152,14 +159,6 @@ struct ExpertsPlan {
   bool gated = true;
   Activation activation = ActivationKind::kSilu;
   const float* shared_gate = nullptr;  ///< [hidden]: factor sigmoid(x * gate) of LayerPlan::mlp's output; null: 1
-};
-
-/// A matrix that is packed, or of floats.
-struct AnyMatrix {
-  Products packed;
-  FloatMatrix floats;
-  int64_t k = 0;
-  int64_t n() const { return packed ? packed.n() : floats.n; }
 };
 
 /// Numbers of a token that a layer gets beside its row: down(act(gate(x)) * numbers) is added to the row.

@@ -223,7 +223,7 @@ class Step {
     for (const SequenceRun& run : runs_) {
       const FloatRows of_run = {q.row(run.row), q.stride};
       float* const values = b_.values + run.row * plan.out_size();
-      if (run.begins && latent.has_heads()) {
+      if (run.begins && latent.kv_up) {
         attend_by_heads(plan, run, of_run, {k.row(run.row), k.stride}, values);
       } else {
         attend_latents(plan, run, run.part_of(cache), of_run, values);
@@ -257,13 +257,8 @@ class Step {
     const LatentPlan& latent = plan.latent;
     const int64_t rows = run.rows();
     const int64_t n = plan.heads * latent.kv_stride();
-    if (latent.kv_up) {
-      for_rows(rows, [&](int64_t r) { std::copy_n(latents.row(r), latent.rank, b_.low + r * latent.rank); });
-      latent.kv_up.multiply(kernel_, team_, workspace_, b_.low, rows, b_.kv);
-    } else {
-      const FloatMatrix& up = latent.kv_floats;
-      multiply_rows({latents.data, latents.stride, rows, up.rows, up.type, n, latent.rank, b_.kv, n}, 1, 0, 0);
-    }
+    for_rows(rows, [&](int64_t r) { std::copy_n(latents.row(r), latent.rank, b_.low + r * latent.rank); });
+    multiply(latent.kv_up, b_.low, rows, b_.kv);
     const int64_t size = plan.q_stride();
     for_rows(rows, [&](int64_t r) {
       for (int64_t h = 0; h < plan.heads; ++h) {
@@ -398,17 +393,18 @@ class Step {
 
   // y: act(gate(x)) * a layer's own numbers of each token, projected. inputs: the first token's.
   void layer_input(const LayerInputPlan& plan, const float* inputs) {
-    multiply(plan.gate, args_.x, b_.gate_up);
+    multiply(plan.gate, args_.x, m_, b_.gate_up);
     const int64_t stride = plan_.input_columns();
     for_rows(m_, [&](int64_t r) {
       float* row = b_.gate_up + r * plan.size;
       kernel_.activate(plan.activation, row, inputs + r * stride, row, plan.size);
     });
-    multiply(plan.down, b_.gate_up, b_.y);
+    multiply(plan.down, b_.gate_up, m_, b_.y);
   }
-  void multiply(const AnyMatrix& matrix, const float* x, float* out) {
-    if (matrix.packed) return matrix.packed.multiply(kernel_, team_, workspace_, x, m_, out);
-    multiply_floats(matrix.floats, x, matrix.k, out);
+  void multiply(const AnyMatrix& matrix, const float* x, int64_t rows, float* out) {
+    if (matrix.packed) return matrix.packed.multiply(kernel_, team_, workspace_, x, rows, out);
+    const FloatMatrix& floats = matrix.floats;
+    multiply_rows({x, matrix.k, rows, floats.rows, floats.type, floats.n, matrix.k, out, floats.n}, 1, 0, 0);
   }
 
   // The last norm and the head, of the rows that are wanted.
@@ -468,7 +464,7 @@ std::vector<SequenceRun> latent_runs(const DecoderPlan& plan, const StepArgs& ar
     if (!layer.attends()) continue;
     if (layer.attention.latent) {
       cache = args.caches + caches;
-      apart = apart || layer.attention.latent.has_heads();
+      apart = apart || layer.attention.latent.kv_up;
     }
     ++caches;
   }
