@@ -142,6 +142,11 @@ class Stack:
         return module.packed
 
     @staticmethod
+    def _weight(linear: Any) -> torch.Tensor:
+        """The packed matrix of a linear layer, or its floats."""
+        return linear.packed if isinstance(linear, PackedLinear) else linear.weight.detach()
+
+    @staticmethod
     def _eps(norm: Any) -> float:
         return float(getattr(norm, "variance_epsilon", getattr(norm, "eps", 0.0)))
 
@@ -245,8 +250,9 @@ class Stack:
 
     def _add_layer_input(self, layer: Any) -> None:
         gate, down, norm = (self._part(layer, name) for name in self.family.layer_input)
-        both = (each.packed if isinstance(each, PackedLinear) else each.weight.detach() for each in (gate, down))
-        self.decoder.add_layer_input(*both, norm=self._norm(norm), activation_kind=self._activation())
+        self.decoder.add_layer_input(
+            self._weight(gate), self._weight(down), norm=self._norm(norm), activation_kind=self._activation()
+        )
         self.has_inputs = True
 
     def _attention(self, attention: Any, layer_type: str, rope: int) -> dict[str, Any]:
@@ -288,16 +294,17 @@ class Stack:
         """The fields of ``Decoder.add_layer`` for latent attention (MLA)."""
         nope, values = attention.qk_nope_head_dim, attention.v_head_dim
         up, k_norm = self._part(attention, "kv_b_proj"), self._part(attention, "kv_a_layernorm")
-        is_packed = isinstance(up, PackedLinear)
-        floats = matrix_of(up.packed, "kv_b_proj").floats() if is_packed else up.weight.detach()
+        weight = self._weight(up)
+        floats = matrix_of(weight, "kv_b_proj").floats() if isinstance(up, PackedLinear) else weight
         heads = floats.to(k_norm.weight.dtype).view(attention.num_heads, nope + values, -1)
         first = "q_proj" if attention.q_lora_rank is None else "q_a_proj"
+        kv_heads, head_size, _ = self._heads(attention)
         fields: dict[str, Any] = {
-            "qkv": self._joined(attention, "", (first, "kv_a_proj_with_mqa")),
+            "qkv": [self._packed(attention, name) for name in (first, "kv_a_proj_with_mqa")],
             "out": self._packed(attention, "o_proj"),
             "heads": attention.num_heads,
-            "kv_heads": 1,
-            "head_size": attention.kv_lora_rank + attention.qk_rope_head_dim,
+            "kv_heads": kv_heads,
+            "head_size": head_size,
             "scale": float(attention.scaling),
             "kind": "latent",
             "rope": 0,
@@ -308,7 +315,7 @@ class Stack:
             "v_up": heads[:, nope:].contiguous(),
         }
         if all(size in HEAD_SIZES for size in (attention.qk_head_dim, values)):
-            fields["kv_up"] = up.packed if is_packed else floats
+            fields["kv_up"] = weight
         if attention.q_lora_rank is not None:
             q_norm = self._part(attention, "q_a_layernorm")
             _require(self._eps(q_norm) == self._eps(k_norm), "norms of queries and keys have different eps")

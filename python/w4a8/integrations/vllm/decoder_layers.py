@@ -23,7 +23,6 @@ from w4a8.integrations.rotary import FIXED, angles
 from w4a8.integrations.vllm import attention, settings
 from w4a8.integrations.vllm.decoder_parts import Unfit, any_weight, float_weight, only, packed, without_bias
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
-from w4a8.integrations.vllm.products import products_of
 from w4a8.integrations.vllm.state_layers import fields_of, state_layer_of
 
 # Of MRotaryEmbedding for text, whose positions are the same on all axes.
@@ -242,8 +241,7 @@ def latent_fields(module: Any, norms: Norms, ropes: Ropes) -> dict[str, Any]:
     for name, field in _LATENTS:
         fields[field] = getattr(inner, name).data.transpose(1, 2).contiguous()
     if all(size in ops.HEAD_SIZES for size in (impl.qk_head_dim, impl.v_head_dim)):
-        kv_up = impl.kv_b_proj
-        fields["kv_up"] = only(kv_up) if products_of(kv_up) else float_weight(kv_up)[0]
+        fields["kv_up"] = any_weight(impl.kv_b_proj)
     out, out_bias = packed(parts.o_proj)
     rotary = parts.rotary_emb
     return fields | {
