@@ -76,8 +76,4 @@ struct UnpackedWeights {
 /// a scale that `pack` cannot have written.
 void unpack(const PackedMatrix& matrix, const UnpackedWeights& to, Parallel& parallel);
 
-/// As unpack, of `count` rows of the matrix, in any order: `to` has room for so many. rows: in [0, n).
-void unpack_rows(const PackedMatrix& matrix, const int64_t* rows, int64_t count, const UnpackedWeights& to,
-                 Parallel& parallel);
-
 }  // namespace w4a8

@@ -6,10 +6,12 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <string>
 
+#include "kernels/half.h"
 #include "kernels/kernel.h"
 
 namespace w4a8 {
@@ -37,6 +39,10 @@ struct FloatScale {
     return static_cast<Bits>((x & kSign) | std::min(twice, kInfinity));
   }
 
+  static float number(Bits given) {
+    if constexpr (kMantissa == 10) return float_from_float16(given);
+    return bits_float(static_cast<uint32_t>(given) << (8 * (sizeof(float) - sizeof(Bits))));
+  }
   static Bits packed(Bits given, bool halve) { return halve ? halved(given) : given; }
   static Bits given(Bits packed, bool halve) { return halve ? doubled(packed) : packed; }
   /// Whether a scale can be packed; if not, the reason in words.
@@ -76,6 +82,11 @@ struct E5M3Scale {
     }
     return result;
   }
+  static float number(Bits given) {
+    const int mantissa = given & 7;
+    const int exponent = given >> 3;
+    return std::ldexp(static_cast<float>(exponent == 0 ? mantissa : 8 + mantissa), std::max(exponent, 1) - 10);
+  }
   static Bits packed(Bits given, bool halve) {
     static constexpr std::array<Bits, 256> kTables[] = {table(false, false), table(true, false)};
     return kTables[halve][given];
@@ -92,6 +103,7 @@ struct E5M3Scale {
 
 struct E8M0Scale {
   using Bits = uint8_t;
+  static float number(Bits given) { return bits_float(given == 0 ? 0x00400000u : static_cast<uint32_t>(given) << 23); }
   static Bits packed(Bits given, bool) { return given; }
   static Bits given(Bits packed, bool) { return packed; }
   static bool fits(Bits given, bool) { return given != 255; }
@@ -100,6 +112,7 @@ struct E8M0Scale {
 
 struct SuperScale {
   using Bits = uint8_t;  ///< an int8
+  static float number(Bits given) { return static_cast<int8_t>(given); }
   static Bits packed(Bits given, bool) { return given; }
   static Bits given(Bits packed, bool) { return packed; }
   static bool fits(Bits, bool) { return true; }

@@ -11,16 +11,15 @@
 namespace w4a8 {
 namespace {
 
-// Rows [row, row + count) of the matrix, columns of one panel, to rows [first, first + count) of the result.
+// One panel: rows [16 * index, ...) of the matrix.
 class PanelUnpacker {
  public:
-  PanelUnpacker(const PackedMatrix& matrix, int64_t row, int64_t count, int64_t first, const UnpackedWeights& to)
+  PanelUnpacker(const PackedMatrix& matrix, int64_t index, const UnpackedWeights& to)
       : shape_(matrix.shape),
         layout_(matrix.layout),
-        panel_(matrix.panel(row / kPanelColumns)),
-        column_(row % kPanelColumns),
-        first_(first),
-        columns_(count),
+        panel_(matrix.panel(index)),
+        first_(index * kPanelColumns),
+        columns_(std::min(kPanelColumns, matrix.shape.n - first_)),
         to_(to) {}
 
   void run() const {
@@ -47,7 +46,7 @@ class PanelUnpacker {
       const uint8_t* steps = panel_ + layout_.step_at(i * Codes::kSteps);
       const auto available = static_cast<std::size_t>(std::min(kSize, row_bytes - i * kSize));
       for (int64_t c = 0; c < columns_; ++c) {
-        const auto word = Codes::load(steps, column_ + c);
+        const auto word = Codes::load(steps, c);
         std::memcpy(to_.weights + (first_ + c) * row_bytes + i * kSize, &word, available);
       }
     }
@@ -60,7 +59,7 @@ class PanelUnpacker {
     const bool halve = shape_.kind.values == Values::kE2M1;
     for (int64_t g = 0; g < layout_.groups; ++g) {
       for (int64_t c = 0; c < columns_; ++c) {
-        const Bits bits = Codec::given(load_scale<Codec>(panel_ + at(g), column_ + c), halve);
+        const Bits bits = Codec::given(load_scale<Codec>(panel_ + at(g), c), halve);
         const int64_t offset = ((first_ + c) * layout_.groups + g) * static_cast<int64_t>(sizeof(Bits));
         std::memcpy(static_cast<uint8_t*>(to) + offset, &bits, sizeof(bits));
       }
@@ -74,40 +73,36 @@ class PanelUnpacker {
       uint16_t supers[kPanelColumns];
       std::memcpy(supers, panel_ + at(s * layout_.super_groups()) + layout_.super_groups() * layout_.scale_line,
                   sizeof(supers));
-      for (int64_t c = 0; c < columns_; ++c) to[(first_ + c) * count + s] = supers[column_ + c];
+      for (int64_t c = 0; c < columns_; ++c) to[(first_ + c) * count + s] = supers[c];
     }
   }
 
   void unpack_zeros() const {
     for (int64_t g = 0; g < layout_.groups; ++g) {
       const uint8_t* zeros = panel_ + layout_.zeros_at(g);
-      for (int64_t c = 0; c < columns_; ++c) to_.zero_points[(first_ + c) * layout_.groups + g] = zeros[column_ + c];
+      for (int64_t c = 0; c < columns_; ++c) to_.zero_points[(first_ + c) * layout_.groups + g] = zeros[c];
     }
   }
 
   void copy_floats(int64_t offset, float* values) const {
-    const auto size = static_cast<int64_t>(sizeof(float));
-    std::memcpy(values + first_, panel_ + offset + column_ * size, static_cast<std::size_t>(columns_ * size));
+    std::memcpy(values + first_, panel_ + offset, static_cast<std::size_t>(columns_) * sizeof(float));
   }
 
   const PackedShape& shape_;
   const PanelLayout& layout_;
   const uint8_t* panel_;
-  int64_t column_;
   int64_t first_;
   int64_t columns_;
   const UnpackedWeights& to_;
 };
 
-// e2m1: throws for a finite packed scale whose double is not finite. scales: of `count` unpacked rows, and accepted by
-// `pack`; row_of(i): the row of the matrix.
-template <class RowOf>
-void check_doubles(const PackedMatrix& matrix, const void* scales, int64_t count, RowOf row_of) {
+// e2m1: throws for a finite packed scale whose double is not finite. scales: unpacked, and accepted by `pack`.
+void check_doubles(const PackedMatrix& matrix, const void* scales) {
   const PackedShape& shape = matrix.shape;
   if (shape.kind.values != Values::kE2M1) return;
   with_scale_codec(shape.scale_type, [&]<class Codec>(Codec) {
-    for (int64_t i = 0; i < count * shape.groups(); ++i) {
-      const int64_t column = row_of(i / shape.groups());
+    for (int64_t i = 0; i < shape.n * shape.groups(); ++i) {
+      const int64_t column = i / shape.groups();
       const uint8_t* line = matrix.panel(column / kPanelColumns) + matrix.layout.scales_at(i % shape.groups());
       const auto stored = load_scale<Codec>(line, column % kPanelColumns);
       if (Codec::packed(load_scale<Codec>(scales, i), true) == stored) continue;
@@ -117,33 +112,16 @@ void check_doubles(const PackedMatrix& matrix, const void* scales, int64_t count
   });
 }
 
-// Packed bytes may come from anywhere: unpacking never returns values that `pack` refuses.
-template <class RowOf>
-void check_unpacked(const PackedMatrix& matrix, const UnpackedWeights& to, int64_t count, RowOf row_of) {
-  const PackedShape& shape = matrix.shape;
-  check_packable(shape, count * shape.groups(), to.scales, shape.kind.zero_points ? to.zero_points : nullptr);
-  check_doubles(matrix, to.scales, count, row_of);
-}
-
 }  // namespace
 
 void unpack(const PackedMatrix& matrix, const UnpackedWeights& to, Parallel& parallel) {
-  const int64_t n = matrix.shape.n;
-  const auto unpack_one = [&](int64_t, int64_t index, int) {
-    const int64_t row = index * kPanelColumns;
-    PanelUnpacker(matrix, row, std::min(kPanelColumns, n - row), row, to).run();
-  };
-  const Phase phases[] = {{matrix.shape.panels(), unpack_one}};
+  const PackedShape& shape = matrix.shape;
+  const auto unpack_one = [&](int64_t, int64_t index, int) { PanelUnpacker(matrix, index, to).run(); };
+  const Phase phases[] = {{shape.panels(), unpack_one}};
   run_phases(parallel, parallel.threads(), phases);
-  check_unpacked(matrix, to, n, [](int64_t i) { return i; });
-}
-
-void unpack_rows(const PackedMatrix& matrix, const int64_t* rows, int64_t count, const UnpackedWeights& to,
-                 Parallel& parallel) {
-  const auto unpack_one = [&](int64_t, int64_t i, int) { PanelUnpacker(matrix, rows[i], 1, i, to).run(); };
-  const Phase phases[] = {{count, unpack_one}};
-  run_phases(parallel, parallel.threads(), phases);
-  check_unpacked(matrix, to, count, [&](int64_t i) { return rows[i]; });
+  // Packed bytes may come from anywhere: unpacking never returns values that `pack` refuses.
+  check_packable(shape, shape.n * shape.groups(), to.scales, shape.kind.zero_points ? to.zero_points : nullptr);
+  check_doubles(matrix, to.scales);
 }
 
 }  // namespace w4a8

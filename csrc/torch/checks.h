@@ -64,13 +64,17 @@ inline void check_meta(NamedTensors arguments) {
   W4A8_CHECK(is_on_meta(*first.tensor), first.name, " is on device ", device_text(*first.tensor), ", expected meta");
 }
 
-inline DType activation_dtype(const char* name, const Tensor& tensor) {
-  switch (type_of(tensor)) {
+/// named: the argument and a verb, for the error.
+inline DType float_dtype(const std::string& named, ScalarType type) {
+  switch (type) {
     case ScalarType::Float: return DType::kFloat32;
     case ScalarType::BFloat16: return DType::kBFloat16;
     case ScalarType::Half: return DType::kFloat16;
-    default: W4A8_CHECK(false, name, " has dtype ", type_of(tensor), ", expected float32, bfloat16 or float16");
+    default: W4A8_CHECK(false, named, " ", type, ", expected float32, bfloat16 or float16");
   }
+}
+inline DType activation_dtype(const char* name, const Tensor& tensor) {
+  return float_dtype(std::string(name) + " has dtype", type_of(tensor));
 }
 
 /// A tensor of int32 that says where to read and write.

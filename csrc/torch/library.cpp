@@ -67,9 +67,15 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> dyn_quant_unpack_4bit_weight(cons
 }
 
 UnpackedAny dyn_quant_unpack_any_4bit_weight(const at::Tensor& packed_weights, int64_t block_size, int64_t in_features,
-                                             int64_t out_features, const c10::optional<at::Tensor>& rows) {
+                                             int64_t out_features) {
   return op<"dyn_quant_unpack_any_4bit_weight", decltype(dyn_quant_unpack_any_4bit_weight)>().call(
-      packed_weights, block_size, in_features, out_features, rows);
+      packed_weights, block_size, in_features, out_features);
+}
+
+at::Tensor dequantize_rows(const at::Tensor& packed_weights, const at::Tensor& rows, int64_t in_features,
+                           int64_t out_features, c10::optional<at::ScalarType> dtype) {
+  return op<"dequantize_rows", decltype(dequantize_rows)>().call(packed_weights, rows, in_features, out_features,
+                                                                 dtype);
 }
 
 at::Tensor dyn_quant_matmul_4bit(const at::Tensor& inp, const at::Tensor& packed_weights, int64_t block_size,

@@ -1,5 +1,6 @@
 // pack, unpack and matmul: checks, views and output tensors. The core computes.
 
+#include "core/dequantize.h"
 #include "core/gemm.h"
 #include "core/pack.h"
 #include "torch/checks.h"
@@ -197,8 +198,9 @@ Tensor pack_meta(const Tensor& weights, const Tensor& scales_zeros, const Option
 
 namespace {
 
-// What comes out of `rows` rows of a packed tensor [bytes] or [E, bytes], not filled in. Absent ones have no elements.
-UnpackedAny empty_unpacked(const Tensor& packed, const PackedShape& shape, int64_t rows) {
+// What comes out of a packed tensor [bytes] or [E, bytes], not filled in. Absent ones have no elements.
+UnpackedAny empty_unpacked(const Tensor& packed, const PackedShape& shape) {
+  const int64_t rows = shape.n;
   std::vector<int64_t> lead;
   if (packed.dim() == 2) lead.push_back(packed.size(0));
   const auto make = [&](std::initializer_list<int64_t> sizes, ScalarType dtype, bool present = true) {
@@ -218,23 +220,9 @@ UnpackedAny empty_unpacked(const Tensor& packed, const PackedShape& shape, int64
           shape.activation_group};
 }
 
-// The numbers of rows to unpack, int64 [T], each in [0, out_features).
-const int64_t* checked_rows(const Tensor& rows, const Tensor& packed, int64_t out_features) {
-  W4A8_CHECK(type_of(rows) == ScalarType::Long && rows.dim() == 1, "rows has dtype ", type_of(rows), " and ",
-             rows.dim(), " dimensions, expected int64 and 1");
-  W4A8_CHECK(packed.dim() == 1, "packed_weights has shape ", shape_text(packed.sizes()),
-             ", expected one matrix [bytes] beside rows");
-  const auto* const numbers = input_data<int64_t>(rows);
-  for (int64_t i = 0; i < rows.numel(); ++i) {
-    W4A8_CHECK(0 <= numbers[i] && numbers[i] < out_features, "rows[", i, "] is ", numbers[i], ", expected 0..",
-               out_features - 1);
-  }
-  return numbers;
-}
-
-// only_int4: refuse the other kinds. rows: int64 [T] of one matrix; without them all rows.
+// only_int4: refuse the other kinds.
 UnpackedAny unpack_tensor(const Tensor& packed_weights, int64_t block_size, int64_t in_features, int64_t out_features,
-                          bool only_int4, const OptionalTensor& rows = {}) {
+                          bool only_int4) {
   check_cpu({{"packed_weights", packed_weights}});
   matrix_shape(block_size, in_features, out_features);
   check_packed("packed_weights", packed_weights, packed_weights.dim() == 2);
@@ -252,9 +240,7 @@ UnpackedAny unpack_tensor(const Tensor& packed_weights, int64_t block_size, int6
              kind_name(shape.kind), shape.two_level() ? " with channel scales" : "",
              shape.in_supers() ? " with super-scales" : "",
              ", expected int4: dyn_quant_unpack_any_4bit_weight unpacks every kind");
-  const Tensor which = rows.has_value() ? dense(*rows) : Tensor();
-  const int64_t* const numbers = which.defined() ? checked_rows(which, packed, out_features) : nullptr;
-  UnpackedAny out = empty_unpacked(packed, shape, which.defined() ? which.numel() : out_features);
+  UnpackedAny out = empty_unpacked(packed, shape);
   const auto& [weights, scales, zero_points, bias, values, channel_scales, minimums, super_scales, super_minimums,
                activation_group] = out;
   // Of one matrix of a stack; null if there are none.
@@ -275,11 +261,7 @@ UnpackedAny unpack_tensor(const Tensor& packed_weights, int64_t block_size, int6
                                 part(minimums, e),
                                 static_cast<uint16_t*>(part(super_scales, e)),
                                 static_cast<uint16_t*>(part(super_minimums, e))};
-    if (which.defined()) {
-      unpack_rows(matrix, numbers, which.numel(), to, parallel);
-    } else {
-      unpack(matrix, to, parallel);
-    }
+    unpack(matrix, to, parallel);
   }
   return out;
 }
@@ -292,9 +274,57 @@ std::tuple<Tensor, Tensor, Tensor> unpack_cpu(const Tensor& packed_weights, int6
   return {std::get<0>(out), std::get<1>(out), std::get<3>(out)};
 }
 
-UnpackedAny unpack_any_cpu(const Tensor& packed_weights, int64_t block_size, int64_t in_features, int64_t out_features,
-                           const OptionalTensor& rows) {
-  return unpack_tensor(packed_weights, block_size, in_features, out_features, /*only_int4=*/false, rows);
+UnpackedAny unpack_any_cpu(const Tensor& packed_weights, int64_t block_size, int64_t in_features,
+                           int64_t out_features) {
+  return unpack_tensor(packed_weights, block_size, in_features, out_features, /*only_int4=*/false);
+}
+
+namespace {
+
+// Everything that does not need data, for CPU and Meta alike.
+void check_rows(DeviceCheck check_devices, const Tensor& packed_weights, const Tensor& rows, int64_t in_features,
+                int64_t out_features) {
+  check_devices({{"packed_weights", packed_weights}, {"rows", rows}});
+  check_packed("packed_weights", packed_weights, /*stack=*/false);
+  W4A8_CHECK(type_of(rows) == ScalarType::Long || type_of(rows) == ScalarType::Int, "rows has dtype ", type_of(rows),
+             ", expected int64 or int32");
+  matrix_shape(in_features, in_features, out_features);
+}
+
+template <class Sizes>
+Tensor empty_rows(Sizes sizes, int64_t in_features, Optional<ScalarType> dtype, const Tensor& like) {
+  sizes.push_back(in_features);
+  return new_tensor(sizes, dtype.value_or(ScalarType::Float), like);
+}
+
+}  // namespace
+
+Tensor dequantize_rows_cpu(const Tensor& packed_weights, const Tensor& rows, int64_t in_features, int64_t out_features,
+                           Optional<ScalarType> dtype) {
+  check_rows(check_cpu, packed_weights, rows, in_features, out_features);
+  const DType type = float_dtype("dtype is", dtype.value_or(ScalarType::Float));
+  const Tensor packed = dense(packed_weights);
+  const auto* const data = input_data<uint8_t>(packed);
+  const PackedShape shape = read_header(data, packed.numel(), "packed_weights");
+  W4A8_CHECK(shape.k == in_features, "in_features is ", in_features, ", but packed_weights has k = ", shape.k);
+  W4A8_CHECK(shape.n <= out_features, "out_features is ", out_features, ", but packed_weights has n = ", shape.n);
+  const Tensor which = dense_as(rows, ScalarType::Long);
+  const auto* const numbers = input_data<int64_t>(which);
+  for (int64_t i = 0; i < which.numel(); ++i) {
+    W4A8_CHECK(0 <= numbers[i] && numbers[i] < out_features, "rows has the number ", numbers[i], ", expected 0..",
+               out_features - 1);
+  }
+  Tensor out = empty_rows(sizes_of(rows), in_features, dtype, rows);
+  AtenParallel parallel;
+  dequantize_rows(op_kernel(), PackedMatrix(shape, data), numbers, which.numel(), type, output_data(out), parallel);
+  return out;
+}
+
+Tensor dequantize_rows_meta(const Tensor& packed_weights, const Tensor& rows, int64_t in_features, int64_t out_features,
+                            Optional<ScalarType> dtype) {
+  check_rows(check_meta, packed_weights, rows, in_features, out_features);
+  float_dtype("dtype is", dtype.value_or(ScalarType::Float));
+  return empty_rows(sym_sizes_of(rows), in_features, dtype, rows);
 }
 
 namespace {

@@ -28,8 +28,10 @@ void pack_words_cpu(const Tensor& packed, const Tensor& words, const Tensor& sca
 
 std::tuple<Tensor, Tensor, Tensor> unpack_cpu(const Tensor& packed_weights, int64_t block_size, int64_t in_features,
                                               int64_t out_features);
-UnpackedAny unpack_any_cpu(const Tensor& packed_weights, int64_t block_size, int64_t in_features, int64_t out_features,
-                           const OptionalTensor& rows);
+UnpackedAny unpack_any_cpu(const Tensor& packed_weights, int64_t block_size, int64_t in_features, int64_t out_features);
+Tensor dequantize_rows_cpu(const Tensor& packed_weights, const Tensor& rows, int64_t in_features, int64_t out_features,
+                           Optional<ScalarType> dtype);
+decltype(dequantize_rows_cpu) dequantize_rows_meta;
 
 std::string form_problem(int64_t block_size, int64_t in_features, int64_t out_features, Text values, bool zero_points,
                          bool minimums, Text scale_dtype, int64_t activation_group);

@@ -34,15 +34,6 @@ std::vector<Int> scale_sizes(std::vector<Int> sizes, int64_t activation_group) {
 
 bool is_packed(const Tensor& weight) { return type_of(weight) == ScalarType::Byte; }
 
-DType output_dtype(Optional<ScalarType> out_dtype) {
-  switch (out_dtype.value_or(ScalarType::Half)) {
-    case ScalarType::Float: return DType::kFloat32;
-    case ScalarType::BFloat16: return DType::kBFloat16;
-    case ScalarType::Half: return DType::kFloat16;
-    default: W4A8_CHECK(false, "out_dtype is ", *out_dtype, ", expected float16 (the default), bfloat16 or float32");
-  }
-}
-
 // Everything that does not need sizes or data, for CPU and Meta alike.
 void check_gemm_types(DeviceCheck check_devices, const Tensor& quant_x, const Tensor& x_scale, const Tensor& x_zero,
                       const Tensor& weight, const Tensor& weight_scale, const Tensor& weight_zero_point,
@@ -80,7 +71,7 @@ void check_gemm_types(DeviceCheck check_devices, const Tensor& quant_x, const Te
   W4A8_CHECK(is_integer(type_of(weight_zero_point)), "weight_zero_point has dtype ", type_of(weight_zero_point),
              ", expected an integer type");
   if (bias.has_value()) floating("bias", *bias);
-  output_dtype(out_dtype);
+  float_dtype("out_dtype is", out_dtype.value_or(ScalarType::Half));
 }
 
 // The activation group that the shape of x_scale tells for weights that are not packed; packed ones say it themselves.
@@ -261,8 +252,8 @@ Tensor int4_gemm_cpu(const Tensor& quant_x, const Tensor& x_scale, const Tensor&
                           input_data<float>(scale), input_data<int64_t>(zero)};
   AtenParallel parallel;
   matmul_quantized(kernel, parallel, thread_workspace(), matrix, rows,
-                   addend.defined() ? input_data<float>(addend) : nullptr, output_dtype(out_dtype), q.numel() / k,
-                   output_data(out));
+                   addend.defined() ? input_data<float>(addend) : nullptr, float_dtype("out_dtype is", type_of(out)),
+                   q.numel() / k, output_data(out));
   return out;
 }
 

@@ -51,11 +51,14 @@ W4A8_EXPORT std::tuple<at::Tensor, at::Tensor, at::Tensor> dyn_quant_unpack_4bit
 using UnpackedAny = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, std::string, at::Tensor, at::Tensor,
                                at::Tensor, at::Tensor, int64_t>;
 
-/// The exact inverse for every kind. Scales of one byte come back as uint8, their bits. rows: int64 [T], the rows of
-/// one matrix that are unpacked, in any order.
+/// The exact inverse for every kind. Scales of one byte come back as uint8, their bits.
 W4A8_EXPORT UnpackedAny dyn_quant_unpack_any_4bit_weight(const at::Tensor& packed_weights, int64_t block_size,
-                                                         int64_t in_features, int64_t out_features,
-                                                         const c10::optional<at::Tensor>& rows = c10::nullopt);
+                                                         int64_t in_features, int64_t out_features);
+
+/// Rows of a packed matrix as numbers of `dtype` (float32 by default), [..., K]. rows: int64 or int32 [...], each in
+/// [0, out_features), which is N or more: numbers from N on are rows of zeros.
+W4A8_EXPORT at::Tensor dequantize_rows(const at::Tensor& packed_weights, const at::Tensor& rows, int64_t in_features,
+                                       int64_t out_features, c10::optional<at::ScalarType> dtype = c10::nullopt);
 
 /// inp [..., K] (float32, bfloat16, float16) times a packed matrix: [..., N] of inp's type.
 W4A8_EXPORT at::Tensor dyn_quant_matmul_4bit(const at::Tensor& inp, const at::Tensor& packed_weights,

@@ -18,6 +18,7 @@ __all__ = [
     "Activation",
     "PackedHeader",
     "attention_block_bytes",
+    "dequantize_rows",
     "dyn_quant_matmul_4bit",
     "dyn_quant_pack_4bit_weight",
     "dyn_quant_unpack_4bit_weight",
@@ -295,24 +296,43 @@ class UnpackedWeights(NamedTuple):
 
 
 def dyn_quant_unpack_any_4bit_weight(
-    packed_weights: torch.Tensor,
-    block_size: int,
-    in_features: int,
-    out_features: int,
-    rows: torch.Tensor | None = None,
+    packed_weights: torch.Tensor, block_size: int, in_features: int, out_features: int
 ) -> UnpackedWeights:
     """The exact inverse of dyn_quant_pack_4bit_weight for every kind of weights.
 
     Args:
         packed_weights: uint8 [bytes] or [E, bytes], all of one kind.
         block_size, in_features, out_features: as given when packing.
-        rows: int64 [T], rows of one matrix in any order; only these are unpacked. None: all rows.
 
     Returns:
-        The arguments given when packing, of these rows; bias and channel_scales as float32, float8 scales as uint8.
+        The arguments given when packing; bias and channel_scales as float32, float8 scales as uint8.
     """
     op = torch.ops.w4a8.dyn_quant_unpack_any_4bit_weight.default
-    return UnpackedWeights(*op(packed_weights, block_size, in_features, out_features, rows))
+    return UnpackedWeights(*op(packed_weights, block_size, in_features, out_features))
+
+
+def dequantize_rows(
+    packed_weights: torch.Tensor,
+    rows: torch.Tensor,
+    in_features: int,
+    out_features: int,
+    *,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Rows of a packed matrix as numbers: the lookup of an embedding.
+
+    Args:
+        packed_weights: uint8 [bytes] of a matrix of every kind.
+        rows: int64 or int32 [...], numbers in [0, out_features), in any order.
+        in_features: K.
+        out_features: N, or more: numbers from N on are rows of zeros, such as the padding of a vocabulary.
+        dtype: float32 (the default), bfloat16 or float16.
+
+    Returns:
+        [..., K]: each weight as :class:`w4a8.core.matrix.Matrix` has it, in float32, then rounded to ``dtype``.
+    """
+    op = torch.ops.w4a8.dequantize_rows.default
+    return op(packed_weights, rows, in_features, out_features, dtype=dtype)
 
 
 def dyn_quant_matmul_4bit(

@@ -1,12 +1,15 @@
-// Bytes -> a packed tensor, its size and the arguments of a call: open_packed, unpack, matmul and the fused op refuse
-// it or compute what the bytes say (docs/packed_layout.md), with every kernel, and read nothing outside of it.
+// Bytes -> a packed tensor, its size and the arguments of a call: open_packed, unpack, dequantize_rows, matmul and the
+// fused op refuse it or compute what the bytes say (docs/packed_layout.md), with every kernel, and read nothing outside
+// of it.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
 
 #include "bytes.h"
+#include "core/dequantize.h"
 #include "core/pack.h"
+#include "kernels/registry.h"
 #include "naive.h"
 
 namespace w4a8::fuzz {
@@ -226,6 +229,34 @@ float given_scale(const PackedShape& shape, const uint8_t* scales, const std::ve
   return ref::widen(bits, static_cast<ref::Type>(shape.scale_type));
 }
 
+// Any bytes are read, but a scale that no packing writes is any number.
+void check_rows(const PackedMatrix& matrix, const Unpacked& naive, bool good_scales) {
+  const PackedShape& shape = matrix.shape;
+  std::vector<int64_t> rows = {shape.n};
+  for (int64_t n = shape.n; n > 0; --n) rows.push_back(n - 1);
+  std::vector<float> found(rows.size() * static_cast<std::size_t>(shape.k), -1.0f);
+  SerialParallel serial;
+  dequantize_rows(*all_kernels().back(), matrix, rows.data(), static_cast<int64_t>(rows.size()), DType::kFloat32,
+                  found.data(), serial);
+  const ref::Weights& weights = naive.weights;
+  const float twice = shape.kind == kE2M1 ? 2.0f : 1.0f;
+  for (std::size_t i = 0; i < found.size() && good_scales; ++i) {
+    const auto k = static_cast<std::size_t>(shape.k);
+    const auto n = static_cast<std::size_t>(rows[i / k]);
+    float expected = 0.0f;
+    if (rows[i / k] < shape.n) {
+      const std::size_t g =
+          n * static_cast<std::size_t>(shape.groups()) + i % k / static_cast<std::size_t>(shape.group);
+      float scale = twice * weights.scales[g];
+      if (shape.two_level()) scale *= weights.channel_scales[n];
+      expected = static_cast<float>(weights.w[n * k + i % k]) / twice * scale;
+      if (shape.kind.minimums) expected -= weights.minimums[g];
+    }
+    require(found[i] == expected || (found[i] != found[i] && expected != expected),
+            "dequantize_rows: number " + std::to_string(i) + ", " + describe(shape));
+  }
+}
+
 void check_unpack(const PackedMatrix& matrix, const Unpacked& naive) {
   const PackedShape& shape = matrix.shape;
   std::vector<uint8_t> codes(static_cast<std::size_t>(shape.n * shape.row_bytes()), 0xa5);
@@ -241,6 +272,7 @@ void check_unpack(const PackedMatrix& matrix, const Unpacked& naive) {
   const bool bad_zero = std::any_of(zeros.begin(), zeros.end(), [&](int zero) { return zero > most_code(shape.kind); });
   const bool bad_scale = !std::all_of(naive.scale_bits.begin(), naive.scale_bits.end(),
                                       [&](uint32_t bits) { return is_packed_scale(shape, bits); });
+  check_rows(matrix, naive, !bad_scale);
   bool refused = false;
   try {
     unpack(matrix,

@@ -77,6 +77,8 @@ def op_samples():
     def quantized(x, symmetric, bits, **more):
         return quantize, {"x": x, "use_sym_quant": symmetric, "bits": bits, **more}
 
+    rows = {**of(int8), "rows": torch.tensor([[3, 0], [23, 3]])}
+    del rows["block_size"]
     return {
         "pack": (pack, given(matrix)),
         "pack a stack": (pack, given(stack)),
@@ -90,6 +92,8 @@ def op_samples():
         "unpack any": (unpack_any, of(zeros)),
         "unpack any int8": (unpack_any, of(int8)),
         "unpack any of two levels": (unpack_any, of(two_levels)),
+        "rows": (ops.dequantize_rows.default, rows),
+        "rows in bfloat16": (ops.dequantize_rows.default, {**rows, "dtype": torch.bfloat16}),
         "matmul": (matmul, of(matrix, inp=x)),
         "matmul no rows": (matmul, of(matrix, inp=torch.randn(0, 64))),
         "matmul bfloat16": (matmul, of(matrix, inp=torch.randn(2, 3, 64).bfloat16())),

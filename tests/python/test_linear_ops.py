@@ -309,7 +309,7 @@ GEMM = {
     "group -2": ({"group_size": -2}, "group_size is -2, expected -1"),
     "bias integer": ({"bias": zeros(24)}, r"bias has dtype (Int|int), expected a floating point type"),
     "bias too long": ({"bias": torch.zeros(25)}, r"bias has shape \[25\], expected \[24\]"),
-    "out_dtype": ({"out_dtype": torch.float64}, r"out_dtype is (Double|double), expected float16"),
+    "out_dtype": ({"out_dtype": torch.float64}, r"out_dtype is (Double|double), expected float32, bfloat16 or float16"),
 }  # fmt: skip
 
 

@@ -1,7 +1,6 @@
 """Single rows of packed matrices, and the embedding and output layer made of them: the bits of the whole matrix."""
 
 import copy
-import dataclasses
 import io
 
 import pytest
@@ -9,8 +8,7 @@ import torch
 from common import DTYPES, TORCH_VERSION, assert_same_bits
 
 import w4a8
-from w4a8.core import matrix as matrices
-from w4a8.core.matrix import Matrix, floats_of_rows
+from w4a8.core.matrix import Matrix
 from w4a8.nn import W4A8Linear, W8A8Linear
 from w4a8.nn.embedding import PackedEmbedding
 
@@ -63,55 +61,60 @@ MATRICES = {
 
 @pytest.mark.parametrize("name", MATRICES)
 def test_rows(name):
-    """In any order and as often as wanted, those of the last panel, too."""
+    """In any order and as often as wanted, those of the last panel, too; a bias is of the product, not of the rows."""
     matrix = MATRICES[name]()
-    packed = matrix.pack()
+    packed, sizes = matrix.pack(), (matrix.columns, N)
     which = torch.cat((torch.arange(N), torch.randint(0, N, (30,))))[torch.randperm(N + 30)]
-    assert_same_bits(floats_of_rows(packed, which), matrix.floats()[which])
-    assert_same_bits(floats_of_rows(packed, which[:1].int(), torch.bfloat16), matrix.floats()[which[:1]].bfloat16())
-    assert floats_of_rows(packed, which[:0]).shape == (0, matrix.columns)
-    none = w4a8.dyn_quant_unpack_any_4bit_weight(packed, matrix.group, matrix.columns, N, which[:0])
-    assert none.weights.shape[0] == none.scales_zeros.shape[0] == 0
+    rows = matrix.floats()[which]
+    assert_same_bits(w4a8.dequantize_rows(packed, which, *sizes), rows)
+    for dtype in DTYPES:
+        found = w4a8.dequantize_rows(packed, which.view(7, -1).int(), *sizes, dtype=dtype)
+        assert_same_bits(found.flatten(0, 1), rows.to(dtype))
+    assert w4a8.dequantize_rows(packed, which[:0].view(0, 3), *sizes).shape == (0, 3, matrix.columns)
 
 
-@pytest.mark.parametrize("name", MATRICES)
-def test_parts_of_rows(name):
-    """The operator's tensors are those of all rows, at these indices; a bias, too."""
-    matrix = MATRICES[name]()
-    packed, which = dataclasses.replace(matrix, bias=torch.randn(N)).pack(), torch.tensor([3, 39, 3, 17, 0])
-    sizes = matrix.group, matrix.columns, N
-    some, every = (w4a8.dyn_quant_unpack_any_4bit_weight(packed, *sizes, rows=rows) for rows in (which, None))
-    for part, whole in zip(some, every):
-        if isinstance(part, torch.Tensor) and whole.numel():
-            assert_same_bits(part, whole[which])
-        else:
-            assert torch.equal(part, whole) if isinstance(part, torch.Tensor) else part == whole
+def test_rows_behind_the_matrix():
+    """They are zeros, and as many as the caller says."""
+    matrix = MATRICES["int8"]()
+    rows = w4a8.dequantize_rows(matrix.pack(), torch.tensor([N + 7, 3, N]), K, N + 8)
+    assert_same_bits(rows, torch.stack((torch.zeros(K), matrix.floats()[3], torch.zeros(K))))
 
 
-def test_in_pieces(monkeypatch):
-    """Few rows at a time."""
-    matrix, which = MATRICES["int8"](), torch.tensor([3, 39, 3, 17, 0])
-    monkeypatch.setattr(matrices, "_AT_ONCE", 2 * K)
-    assert_same_bits(floats_of_rows(matrix.pack(), which), matrix.floats()[which])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_each_kernel(dtype, kernel):
+    """Numbers that are denormal, and some that are too large for float16; where the caller flushes denormals, too."""
+    exponents = torch.randint(-127, 20, (N, K // 32)).float()
+    matrix, which = Matrix(codes(4), torch.exp2(exponents), kind="e2m1"), torch.randint(0, N, (33,))
+    packed, expected = matrix.pack(), matrix.floats()[which].to(dtype)
+    for flushes in (False, True):
+        torch.set_flush_denormal(flushes)
+        try:
+            found = w4a8.dequantize_rows(packed, which, K, N, dtype=dtype)
+        finally:
+            torch.set_flush_denormal(False)
+        assert_same_bits(found, expected)
 
 
-@pytest.mark.parametrize("which", [[-1], [0, N], [N + 7], [1 << 40]])
-def test_rows_that_are_not_there(which):
-    """Those of the last panel that are padding, too."""
-    packed = MATRICES["int4"]().pack()
-    with pytest.raises(IndexError, match=r"^which has rows .*, but the matrix has rows 0\.\.39$"):
-        floats_of_rows(packed, torch.tensor(which))
-    with pytest.raises(RuntimeError, match=rf"rows\[{len(which) - 1}\] is {which[-1]}, expected 0..39"):
-        w4a8.dyn_quant_unpack_any_4bit_weight(packed, 32, K, N, torch.tensor(which))
+REFUSED = {
+    "below": ({"rows": torch.tensor([3, -1])}, r"rows has the number -1, expected 0\.\.39"),
+    "behind": ({"rows": torch.tensor([[0], [N]])}, r"rows has the number 40, expected 0\.\.39"),
+    "far behind": ({"rows": torch.tensor([1 << 40])}, r"rows has the number 1099511627776, expected 0\.\.39"),
+    "a type": ({"rows": torch.zeros(2)}, r"rows has dtype Float, expected int64 or int32"),
+    "a stack": ({"packed_weights": torch.zeros(1, 64, dtype=torch.uint8)}, r"packed_weights has shape \[1, 64\]"),
+    "no matrix": ({"packed_weights": torch.zeros(64, dtype=torch.uint8)}, "packed_weights: "),
+    "K": ({"in_features": K + 2}, "in_features is 514, but packed_weights has k = 512"),
+    "N": ({"out_features": N - 1}, "out_features is 39, but packed_weights has n = 40"),
+    "no columns": ({"in_features": 0}, r"k \(in_features\) is 0"),
+    "numbers": ({"dtype": torch.float64}, "dtype is Double, expected float32, bfloat16 or float16"),
+}
 
 
-def test_rows_of_another_kind():
-    """Of another type, or of a stack."""
-    packed = MATRICES["int4"]().pack()
-    with pytest.raises(RuntimeError, match="rows has dtype Int and 1 dimensions, expected int64 and 1"):
-        w4a8.dyn_quant_unpack_any_4bit_weight(packed, 32, K, N, torch.zeros(2, dtype=torch.int32))
-    with pytest.raises(RuntimeError, match="expected one matrix"):
-        w4a8.dyn_quant_unpack_any_4bit_weight(packed[None], 32, K, N, torch.zeros(2, dtype=torch.int64))
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    changed, message = REFUSED[name]
+    arguments = {"packed_weights": MATRICES["int4"]().pack(), "rows": torch.zeros(2, dtype=torch.int64)}
+    with pytest.raises(RuntimeError, match=message):
+        w4a8.dequantize_rows(**{**arguments, "in_features": K, "out_features": N, **changed})
 
 
 def embedding(matrix, dtype=torch.float32, scale=None):
@@ -163,7 +166,9 @@ def test_state_dict():
 
 @pytest.mark.skipif(not hasattr(torch, "compiler"), reason="this torch has no torch.compiler")
 def test_compiled():
-    """The lookup stays outside of the graph; what is around it is compiled."""
-    module, ids = embedding(MATRICES["int8"]()), torch.arange(N)
-    compiled = torch.compile(lambda ids: module(ids) + 1, backend="eager")
-    assert_same_bits(compiled(ids), module(ids) + 1)
+    """In one graph, for any number of ids."""
+    module = embedding(MATRICES["int8"]())
+    compiled = torch.compile(lambda ids: module(ids) + 1, backend="aot_eager", dynamic=True, fullgraph=True)
+    for count in (N, 3):
+        ids = torch.arange(count).view(1, count)
+        assert_same_bits(compiled(ids), module(ids) + 1)

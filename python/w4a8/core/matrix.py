@@ -20,7 +20,6 @@ from w4a8.ops import dyn_quant_unpack_any_4bit_weight, form_bytes, form_problem,
 GROUP_SIZES = "16 or a multiple of 32"
 # Names of scales of two levels in a header: float8 beside channel scales, int8 beside super-scales.
 _TWO_LEVELS, _SUPER = "e5m3", "super"
-_AT_ONCE = 1 << 22  # codes of rows that are unpacked at once
 SUPER = 256  # values of k that share a super-scale
 
 
@@ -180,9 +179,7 @@ def pack_as(tensors: Mapping[str, torch.Tensor | None], group_size: int, packed_
     )
 
 
-def unpack_codes(
-    packed: torch.Tensor, group_size: int, columns: int, rows: int, which: torch.Tensor | None = None
-) -> dict[str, torch.Tensor]:
+def unpack_codes(packed: torch.Tensor, group_size: int, columns: int, rows: int) -> dict[str, torch.Tensor]:
     """The inverse of :func:`pack_codes`: the tensor arguments that the matrix has, by name.
 
     Args:
@@ -190,14 +187,13 @@ def unpack_codes(
         group_size: values of k per scale; -1 is channelwise.
         columns: K.
         rows: N.
-        which: int64 [T], rows of one matrix that are unpacked; None: all.
 
     Returns:
         ``codes``; ``scales``, floating point (e8m0 as float32), uint8 beside ``channel_scales`` or int8 beside
         ``super_scales``; the others if the matrix has them. Only the header has ``activation_group``.
     """
     group = columns if group_size == -1 else group_size
-    found = dyn_quant_unpack_any_4bit_weight(packed, group, columns, rows, which)._asdict()
+    found = dyn_quant_unpack_any_4bit_weight(packed, group, columns, rows)._asdict()
     del found["values"], found["activation_group"]
     found["codes"], found["scales"] = found.pop("weights"), found.pop("scales_zeros")
     tensors = {name: part for name, part in found.items() if part.numel() != 0}
@@ -459,30 +455,6 @@ def matrix_of(packed: torch.Tensor, name: str) -> Matrix:
     except (ValueError, TypeError, RuntimeError) as error:
         raise ValueError(f"{name}: {error}") from error
     return Matrix(kind=header["values"], **found)
-
-
-def floats_of_rows(packed: torch.Tensor, which: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The weights of some rows of a packed matrix, as :meth:`Matrix.floats` has them, rounded to ``dtype``: [T, K].
-
-    Args:
-        packed: uint8 [bytes].
-        which: int64 or int32 [T], indices of rows in any order, with repetitions.
-        dtype: of the result.
-
-    Raises:
-        IndexError: there is no such row.
-    """
-    header = read_header(packed)
-    rows, columns = header["n"], header["k"]
-    if len(which) and not 0 <= int(which.min()) <= int(which.max()) < rows:
-        bounds = f"{int(which.min())}..{int(which.max())}"
-        raise IndexError(f"which has rows {bounds}, but the matrix has rows 0..{rows - 1}")
-    found, step = torch.empty(len(which), columns, dtype=dtype), max(1, _AT_ONCE // columns)
-    for begin in range(0, len(which), step):
-        some = which[begin : begin + step].long()
-        parts = unpack_codes(packed, header["group"], columns, rows, some)
-        found[begin : begin + step] = Matrix(kind=header["values"], **parts).floats()
-    return found
 
 
 def concat_rows(matrices: Sequence[Matrix]) -> Matrix:

@@ -8,18 +8,9 @@ from typing import Any
 import torch
 
 from w4a8.core.kind import Kind
-from w4a8.core.matrix import floats_of_rows
 from w4a8.nn.linear import W4A8Linear, W8A8Linear
 from w4a8.nn.packed import PackedLinear, PackedModule
-from w4a8.ops import read_header
-
-# Not in a graph: unpacking depends on the header.
-_outside_of_graphs = getattr(getattr(torch, "compiler", None), "disable", lambda function: function)
-
-
-@_outside_of_graphs
-def _rows(packed: torch.Tensor, which: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return floats_of_rows(packed, which, dtype)
+from w4a8.ops import dequantize_rows, read_header
 
 
 class PackedEmbedding(PackedModule):
@@ -70,12 +61,12 @@ class PackedEmbedding(PackedModule):
         """Integers [...] to ``dtype`` [..., embedding_dim].
 
         Raises:
-            IndexError: an id outside of the rows.
+            RuntimeError: an id outside of the rows.
         """
-        rows = _rows(self.rows_packed, input.reshape(-1), self.dtype)
+        rows = dequantize_rows(self.rows_packed, input, self.embedding_dim, self.num_embeddings, dtype=self.dtype)
         if self.scale is not None:
             rows *= torch.tensor(self.scale).to(self.dtype)
-        return rows.view(*input.shape, self.embedding_dim)
+        return rows
 
     def output_layer(self) -> PackedLinear:
         """The linear layer of the same matrix. The layer shares the bytes, which are not in the layer's state dict."""

@@ -16,51 +16,20 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
-from vllm.utils.torch_utils import direct_register_custom_op
 
-from w4a8.core.matrix import floats_of_rows
 from w4a8.core.weight import Weight
 from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod
 from w4a8.integrations.vllm.pulled import Pulled
-from w4a8.ops import read_header
-
-_OPERATOR = "w4a8_rows"
-
-
-def rows_of(packed: torch.Tensor, ids: torch.Tensor, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of a packed matrix, as :func:`floats_of_rows`; zeros for the padding of the vocabulary behind the matrix.
-
-    Args:
-        packed: uint8 [bytes].
-        ids: int64 or int32 [...].
-        rows: of the matrix and the padding.
-        columns: K.
-        dtype: of the result [..., K].
-
-    Raises:
-        IndexError: an id outside of the rows.
-    """
-    which = ids.reshape(-1)
-    padding = (which >= read_header(packed)["n"]) & (which < rows)
-    found = floats_of_rows(packed, which.masked_fill(padding, 0), dtype)
-    return found.masked_fill_(padding.unsqueeze(1), 0).view(*ids.shape, columns)
-
-
-def _shape(packed: torch.Tensor, ids: torch.Tensor, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
-    return packed.new_empty((*ids.shape, columns), dtype=dtype)
-
-
-if not hasattr(torch.ops.vllm, _OPERATOR):  # torch.compile does not look into it
-    direct_register_custom_op(_OPERATOR, rows_of, fake_impl=_shape)
+from w4a8.ops import dequantize_rows
 
 
 class W4A8EmbeddingMethod(W4A8LinearMethod):
     """vLLM's method of an embedding; the filler is of the embedding, or of the output layer whose matrix it shares."""
 
     def embedding(self, layer: torch.nn.Module, input_: torch.Tensor) -> torch.Tensor:
-        """Ids [...] to rows [..., K] of the type of the model (upstream's contract)."""
-        sizes = layer.num_embeddings_per_partition, layer.embedding_dim
-        return torch.ops.vllm.w4a8_rows(layer.weight_packed, input_, *sizes, layer.params_dtype)
+        """Ids [...] to rows [..., K] of the model's type (upstream's contract); the vocabulary's padding is zeros."""
+        sizes = layer.embedding_dim, layer.num_embeddings_per_partition
+        return dequantize_rows(layer.weight_packed, input_, *sizes, dtype=layer.params_dtype)
 
 
 def give_method(layer: Any, method: W4A8LinearMethod) -> None:
