@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 import torch
@@ -58,9 +58,12 @@ def run(args: argparse.Namespace) -> int:
         tokenizer = Bytes()
     _tell(f"loaded in {time.perf_counter() - begin:.1f} s")
     _speed_up(model)
+    from w4a8.integrations.transformers.kept_text import KeptText
+
+    kept = KeptText(model)
     if report is not None:
         _tell(str(report).splitlines()[0])
-    options = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0}
+    options = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0, "num_beams": 1}
     if args.temperature > 0:
         options["temperature"] = args.temperature
     messages = None if args.raw or getattr(tokenizer, "chat_template", None) is None else []
@@ -72,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         line = sys.stdin.readline().rstrip("\r\n")
         if not line:
             return 0
-        _answer(model, tokenizer, line, messages, options)
+        _answer(kept, tokenizer, line, messages, options)
 
 
 def _speed_up(model: Any) -> None:
@@ -100,52 +103,67 @@ def _counter(tokenizer: Any) -> Any:
     class Counter(TextStreamer):
         def __init__(self) -> None:
             super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-            self.times: list[float] = []
+            self.times = [time.perf_counter()]
 
         def put(self, value: torch.Tensor) -> None:
-            self.times.append(time.perf_counter())  # the first call has the prompt, before the model reads it
+            if not self.next_tokens_are_prompt:  # the first call has the prompt
+                self.times.append(time.perf_counter())
             super().put(value)
 
     return Counter()
 
 
-def speeds(prompt_tokens: int, times: list[float]) -> str:
+def speeds(prompt_tokens: int, kept: int, times: list[float]) -> str:
     """The speed of reading the prompt and of writing the answer, in tokens per second, as text.
 
     Args:
         prompt_tokens: length of the prompt.
+        kept: how many of them were not read again.
         times: in seconds: when the prompt was given, and when each token came.
     """
     steps = [later - earlier for earlier, later in pairwise(times)]
     if not steps:
         return "nothing written"
-    text = f"prompt of {prompt_tokens} tokens: {prompt_tokens / steps[0]:.1f} tokens/s"
+    known = f", {kept} of them from before" if kept else ""
+    text = f"prompt of {prompt_tokens} tokens{known}: {(prompt_tokens - kept) / steps[0]:.1f} tokens/s"
     written = steps[1:]
     return text + (f"; {len(steps)} written: {len(written) / sum(written):.1f} tokens/s" if written else "")
 
 
 def _answer(
-    model: Any, tokenizer: Any, text: str, messages: list[dict[str, str]] | None, options: dict[str, Any]
+    kept: Any, tokenizer: Any, text: str, messages: list[dict[str, str]] | None, options: dict[str, Any]
 ) -> None:
     """Streams the answer of the model. ``text`` and the answer are added to the conversation, ``messages``."""
+    stable = 0
     if messages is None:
-        inputs = dict(tokenizer(text, return_tensors="pt"))
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
     else:
         messages.append({"role": "user", "content": text})
-        template = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
-        try:
-            inputs = tokenizer.apply_chat_template(messages, **template)
-        except Exception as error:  # the template is code of the model's author and may raise any error
-            raise ValueError(f"the chat template fails: {error}; --raw does without") from error
-    prompt = inputs["input_ids"].shape[1]
+        ids, stable = _prompt(tokenizer, messages)
+    prompt = ids.shape[1]
     streamer = _counter(tokenizer)
-    pad = model.config.pad_token_id or 0
+    pad = kept.model.config.pad_token_id or 0
     try:
-        written = model.generate(**inputs, streamer=streamer, pad_token_id=pad, **options)
+        written = kept.generate(ids, stable, streamer=streamer, pad_token_id=pad, **options)
     except (TypeError, AttributeError, LookupError) as error:  # of generation_config.json, say
         raise ValueError(f"transformers cannot generate: {type(error).__name__}: {error}") from error
     if messages is not None:
         reply = tokenizer.decode(written[0, prompt:], skip_special_tokens=True)
         messages.append({"role": "assistant", "content": reply})
     sys.stdout.flush()
-    _tell(speeds(prompt, streamer.times))
+    _tell(speeds(prompt, prompt - kept.read, streamer.times))
+
+
+def _prompt(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[torch.Tensor, int]:
+    """The tokens [1, n] of a conversation, and how many of the first ones do not belong to the call for an answer."""
+    found = []
+    for asks in (True, False):
+        try:
+            made = tokenizer.apply_chat_template(
+                messages, add_generation_prompt=asks, return_tensors="pt", return_dict=True
+            )
+        except Exception as error:  # the template is code of the model's author and may raise any error
+            raise ValueError(f"the chat template fails: {error}; --raw does without") from error
+        found.append(made["input_ids"])
+    pairs = zip(found[0][0].tolist(), found[1][0].tolist())
+    return found[0], sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

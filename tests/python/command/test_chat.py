@@ -52,7 +52,8 @@ def with_words(tmp_path):
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0")
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+    turns = "{% for m in messages %}{{ m.role }} {{ m.content }} {% endfor %}"
+    tokenizer.chat_template = turns + "{% if add_generation_prompt %}assistant {% endif %}"
     tokenizer.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
@@ -64,9 +65,11 @@ def test_a_conversation(with_words, monkeypatch, capsys):
     answers = out.splitlines()
     assert len(answers) == 2 and all(answers)
     tokens = transformers.AutoTokenizer.from_pretrained(with_words)
-    first = tokens("user hello w1").input_ids
-    second = tokens(f"user hello w1 assistant {answers[0]} user w2").input_ids
-    assert f"prompt of {len(first)} tokens" in err and f"prompt of {len(second)} tokens" in err
+    first = tokens("user hello w1 assistant").input_ids
+    second = tokens(f"user hello w1 assistant {answers[0]} user w2 assistant").input_ids
+    known = len(first) + 2  # the last token of the answer was written, not read
+    assert f"prompt of {len(first)} tokens:" in err
+    assert f"prompt of {len(second)} tokens, {known} of them from before:" in err
 
 
 def test_raw_takes_no_template(with_words, monkeypatch, capsys):
@@ -129,6 +132,7 @@ def test_a_text_begins_with_bos_as_in_llama_cpp(keys, adds, tmp_path):
 
 
 def test_speeds():
-    assert chat.speeds(10, [0.0, 2.0, 3.0, 4.0, 6.0]) == "prompt of 10 tokens: 5.0 tokens/s; 4 written: 0.8 tokens/s"
-    assert chat.speeds(10, [0.0, 2.0]) == "prompt of 10 tokens: 5.0 tokens/s"
-    assert chat.speeds(10, [0.0]) == "nothing written"
+    times = [0.0, 2.0, 3.0, 4.0, 6.0]
+    assert chat.speeds(10, 0, times) == "prompt of 10 tokens: 5.0 tokens/s; 4 written: 0.8 tokens/s"
+    assert chat.speeds(10, 6, times[:2]) == "prompt of 10 tokens, 6 of them from before: 2.0 tokens/s"
+    assert chat.speeds(10, 0, times[:1]) == "nothing written"

@@ -80,6 +80,12 @@ def latent_cache(model: Any, kind: str = "int8") -> Callable[[], None]:
     return _make_caches(model, text, kind, text._attn_implementation)
 
 
+def cache_kind(model: Any) -> str | None:
+    """The kind of the W4A8Cache that ``model.generate`` makes; None: it makes another cache."""
+    hook = vars(model).get(_HOOK)
+    return hook.kind if isinstance(hook, _MakesCache) else None
+
+
 def _text_of(model: Any) -> Any:
     """The config of the decoder, whose ``generate`` can be given a cache."""
     if not (isinstance(model, PreTrainedModel) and hasattr(model, _HOOK)):
