@@ -97,6 +97,25 @@ def test_cpus_of_a_rank(cpus, threads_of_core, variables, reserved, tmp_path, st
     }
 
 
+@pytest.mark.parametrize(
+    "of_threads, bound",
+    [
+        ([{0}, {1}, {0, 1, 2}, {0}], {0, 1}),  # OpenMP's two, one from before, and one that the first has begun
+        ([{0, 1}, {0, 1}], {0, 1}),
+        ([{0, 1, 2}, None, {0, 1, 2}], {0, 1, 2}),  # none is bound, and one ends
+    ],
+)
+def test_cpus_of_threads(of_threads, bound, monkeypatch):
+    def affinity(task):
+        if of_threads[task] is None:
+            raise ProcessLookupError
+        return of_threads[task]
+
+    monkeypatch.setattr(os, "listdir", lambda folder: [str(task) for task in range(len(of_threads))])
+    monkeypatch.setattr(os, "sched_getaffinity", affinity)
+    assert binding.cpus_of_threads({0, 1, 2}) == bound
+
+
 @pytest.mark.parametrize("cpus, text", [([0], "0"), ([3, 2, 0, 9, 8], "0,2-3,8-9"), (range(64), "0-63"), ([], "")])
 def test_numbers_of_cpus(cpus, text):
     assert binding.in_words(cpus) == text

@@ -56,6 +56,22 @@ def in_words(cpus: Collection[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
+def cpus_of_threads(allowed: set[int]) -> set[int]:
+    """The CPUs that threads of this process are bound to; ``allowed``, those that a process may use, if none is.
+
+    OpenMP may bind each of its threads to a CPU of its own, the main thread too. Threads from before have all CPUs.
+    """
+    bound: set[int] = set()
+    for task in os.listdir("/proc/self/task"):
+        try:
+            cpus = os.sched_getaffinity(int(task))
+        except ProcessLookupError:  # it ended meanwhile
+            continue
+        if cpus != allowed:
+            bound |= cpus
+    return bound or allowed
+
+
 def say_cpus(vllm_config: Any) -> None:
     """Logs the CPUs of this rank, and a warning if cores compute nothing though the user chose no CPUs."""
     from w4a8.integrations.vllm.log import logger
@@ -64,7 +80,8 @@ def say_cpus(vllm_config: Any) -> None:
     if engine is None or not hasattr(os, "sched_getaffinity"):  # the rank is the caller's process: so are its CPUs
         return
     config = vllm_config.parallel_config
-    used, allowed = os.sched_getaffinity(0), os.sched_getaffinity(engine.pid)
+    allowed = os.sched_getaffinity(engine.pid)
+    used = cpus_of_threads(allowed)
     logger().info("w4a8: rank %d computes on CPUs %s", config.rank, in_words(used))
     count, ranks = len(cores(allowed)), config.local_world_size * max(1, config.data_parallel_size_local)
     idle = count - ranks * len(cores(used))
