@@ -18,6 +18,10 @@ pytestmark = [pytest.mark.usefixtures("no_gradients"), pytest.mark.parametrize("
 
 @pytest.fixture
 def model(saved):  # noqa: F811
+    return load(saved)
+
+
+def load(saved):  # noqa: F811
     packed = W4A8Config(group_size=32, default_skip=False, skip=["re:.*(gate|norm)$"])  # a pattern must match
     return transformers.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32, quantization_config=packed)
 
@@ -60,6 +64,14 @@ def test_rows_have_the_same_bits_alone(model):
     alone, cache = check_rows_alone(model, rows)
     cache.reset()
     assert_same_bits(run(model, rows[0][None], cache=cache)[0], alone[0])
+
+
+def test_loaded_in_inference_mode(model, saved):  # noqa: F811
+    fuse(model)
+    with torch.inference_mode():
+        made = load(saved)
+        fuse(made)
+        assert_same_bits(made(ids(1, 9)).logits, model(ids(1, 9)).logits)
 
 
 def test_generate(model, monkeypatch):

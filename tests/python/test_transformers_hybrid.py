@@ -220,6 +220,14 @@ def test_weights_that_change_are_read_again(model):
             assert_near(made(x), type(made).forward(made, x))
 
 
+def test_loaded_in_inference_mode(model, saved):
+    """Its tensors have no versions."""
+    with torch.inference_mode():
+        made = load(saved)
+        assert all(isinstance(layer.forward, linear_attention._Operator) for layer in linear_layers(made))
+        assert_near(made(ids(1, 9)).logits, model(ids(1, 9)).logits)
+
+
 def test_a_copy_and_a_pickle_have_operators_of_their_own(model):
     x = ids(1, 9)
     with torch.no_grad():

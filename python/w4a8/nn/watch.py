@@ -12,6 +12,11 @@ from torch.nn.modules import module as of_all_modules
 _address, _version = torch.Tensor.data_ptr, attrgetter("_version")
 
 
+def version(tensor: torch.Tensor) -> int:
+    """How often torch saw the tensor written to; 0 for those made in inference mode, which have no version."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 class _Marks:
     """Addresses and versions of tensors."""
 

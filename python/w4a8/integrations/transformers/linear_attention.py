@@ -13,6 +13,7 @@ from w4a8 import ops
 from w4a8.decoder import States
 from w4a8.linear_attention import conv_rows, layer_weights
 from w4a8.nn.packed import PackedLinear, PackedModule
+from w4a8.nn.watch import version
 from w4a8.quantization.float_guard import Guard
 
 _CACHE = ("get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state", "is_recording_past")
@@ -166,7 +167,7 @@ class _Operator(Guard):
 
     def weights(self, layer: Any) -> dict[str, Any]:
         """Arguments made of the layer's floats, such that the operator does not copy them; made anew if they change."""
-        made_of = [(each.data_ptr(), each._version, each.dtype) for each in self._floats(layer) if each is not None]
+        made_of = [(each.data_ptr(), version(each), each.dtype) for each in self._floats(layer) if each is not None]
         if made_of != self._made_of:
             self._weights, self._made_of = self._made(layer), made_of
         return self._weights
