@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from w4a8.checkpoint.gguf_file import gguf_in
+from w4a8.checkpoint.gguf_file import gguf_in, is_gguf
 from w4a8.command import extras
 from w4a8.core.json_fields import check_regular
 
@@ -50,6 +50,18 @@ def hub_name(name: str) -> str | None:
     """OWNER/NAME, if there is no such path here and the name can be one of the Hub; otherwise None."""
     match = _NAME.fullmatch(name)
     return None if Path(name).exists() or match is None else match["repo"]
+
+
+def short_name(name: str, path: Path) -> str:
+    """What people call a model: the name on the Hub without OWNER, the GGUF file without its ending, or the folder.
+
+    Args:
+        name: MODEL as the user gives it.
+        path: from :func:`find`.
+    """
+    if is_gguf(path):
+        return _SPLIT.sub("", path.name).removesuffix(".gguf")
+    return (hub_name(name) or path.resolve().name).rpartition("/")[2]
 
 
 def hub() -> Any:

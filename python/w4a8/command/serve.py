@@ -1,7 +1,7 @@
 """serve MODEL by vLLM, with the settings that docs/vllm.md recommends
 
 The command is printed and then takes the place of this one. What comes behind MODEL and is not listed here is given on
-to vLLM: `w4a8 serve MODEL --tensor-parallel-size 2`.
+to vLLM: `w4a8 serve MODEL --tensor-parallel-size 2`. `--api-key KEY` lets those in alone who have the key.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from w4a8.checkpoint.gguf_file import GGUFFile, is_gguf
 from w4a8.checkpoint.gguf_keys import Keys
 from w4a8.command import extras
 from w4a8.command.doctor import VLLM, installed
-from w4a8.command.model import HELP, find, hub_name
+from w4a8.command.model import HELP, find, hub_name, short_name
 from w4a8.command.report import number
 from w4a8.core.json_fields import json_field, read_json
 from w4a8.formats.packed_directory import METHOD, is_packed
@@ -33,7 +33,7 @@ from w4a8.ops import BLOCK_TOKENS, HEAD_SIZES, attention_block_bytes
 
 CACHE = "VLLM_CPU_KVCACHE_SPACE"
 _LONGEST = 8192  # default of --max-model-len
-_EAGER = "--enforce-eager"
+_EAGER, _NAMED = "--enforce-eager", "served-model-name"
 _ROOM = 1.05  # factor of the cache's size: vLLM rounds to blocks
 
 
@@ -77,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
     print(" ".join([*(f"{name}={value}" for name, value in variables.items()), shlex.join(command)]), flush=True)
     if "amx_int8" in w4a8.cpu_features().split():
         print("# this CPU has AMX: compare with W4A8_VLLM=0 in front of it (docs/vllm.md)", flush=True)
+    for line in _where(args, command):
+        print(f"# {line}", flush=True)
     if not args.dry_run:
         os.execve(command[0], command, {**os.environ, **variables})
     return 0
@@ -119,8 +121,23 @@ def command_of(args: argparse.Namespace, program: list[str]) -> tuple[list[str],
     if args.lm_head is not None:
         variables[LM_HEAD_SWITCH] = args.lm_head
     options = {"max-model-len": longest, "host": args.host, "port": args.port}
+    names = [] if _said(args.rest, _NAMED, "", str) else [f"--{_NAMED}", short_name(args.model, path), model]
     eager = [_EAGER] if shutil.which(_compiler()) is None and _EAGER not in args.rest else []
-    return [*program, model, *(f"--{name}={value}" for name, value in options.items()), *eager, *args.rest], variables
+    said = [f"--{name}={value}" for name, value in options.items()]
+    return [*program, model, *said, *names, *eager, *args.rest], variables
+
+
+def _where(args: argparse.Namespace, command: Sequence[str]) -> list[str]:
+    """How to reach the server, in lines."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(args.host, args.host)
+    url = f"http://{host}:{args.port}/v1"
+    name = _said(command, _NAMED, "", str)
+    body = json.dumps({"model": name, "prompt": "Once upon a time", "max_tokens": 16})
+    key = " -H 'Authorization: Bearer KEY'" if _said(command, "api-key", "", str) else ""
+    return [
+        f"programs for OpenAI's interface take {url} as base URL, and {name} as model; to try it:",
+        f"curl -s {url}/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}",
+    ]
 
 
 def _compiler() -> str:

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ pytest.importorskip("transformers", minversion="5.0")  # which brings huggingfac
 import multiplied_out
 
 from w4a8.command import doctor, extras, inspect, main, model, serve
+from w4a8.command.model import short_name
 from w4a8.integrations.vllm import binding, settings
 
 TOOL_WRITTEN = multiplied_out.TOOL_WRITTEN
@@ -55,6 +57,9 @@ def test_the_command(tmp_path, started, capsys):
         "--max-model-len=8192",
         "--host=127.0.0.1",
         "--port=8000",
+        "--served-model-name",
+        "m",
+        str(folder),
         "--tensor-parallel-size",
         "2",
         "--dtype=float32",
@@ -239,6 +244,47 @@ def test_gguf(tmp_path, started):
         assert command[2] == str(tmp_path / "model.gguf") and "--max-model-len=128" in command
 
 
+@pytest.mark.parametrize(
+    "model, options, name, url",
+    [
+        ("m", "", "m", "http://127.0.0.1:8000/v1"),
+        ("tiny-Q4_K_M.gguf", "--port 80 --host 0.0.0.0", "tiny-Q4_K_M", "http://127.0.0.1:80/v1"),
+        ("m", "--host ::", "m", "http://[::1]:8000/v1"),
+        ("m", "--host example.org --served-model-name mine", "mine", "http://example.org:8000/v1"),
+        ("m", "--served_model_name=mine", "mine", "http://127.0.0.1:8000/v1"),
+    ],
+)
+def test_how_to_reach_it(model, options, name, url, tmp_path, started, capsys, monkeypatch):
+    """By a short name and the path, unless the user says another one."""
+    gguf_models = pytest.importorskip("gguf_models")
+    write(tmp_path / "m", **QWEN)
+    gguf_models.TinyModel("llama").write(tmp_path).rename(tmp_path / "tiny-Q4_K_M.gguf")
+    monkeypatch.chdir(tmp_path / "m")  # whose name "." does not say
+    path = "." if model == "m" else str(tmp_path / model)
+    assert main(["serve", path, *options.split()]) == 0
+    command = started[0][0]
+    names = [command[i + 1 : i + 3] for i, word in enumerate(command) if word == "--served-model-name"]
+    assert names == [[name, path]] or "mine" in options
+    told = capsys.readouterr().out.splitlines()[1:]
+    assert told[0] == f"# programs for OpenAI's interface take {url} as base URL, and {name} as model; to try it:"
+    words = shlex.split(told[1].removeprefix("# "))
+    assert words[:3] == ["curl", "-s", f"{url}/completions"] and json.loads(words[-1])["model"] == name
+
+
+def test_a_server_with_a_key(tmp_path, started, capsys):
+    assert main(["serve", str(write(tmp_path / "m", **QWEN)), "--api-key", "secret"]) == 0
+    told = capsys.readouterr().out.splitlines()[-1]
+    assert "-H 'Authorization: Bearer KEY'" in told and "secret" not in told
+
+
+def test_a_short_name(tmp_path):
+    """Of a split model without its number; on the Hub without the owner."""
+    (tmp_path / "a-00001-of-00003.gguf").write_bytes(b"GGUF")
+    assert short_name("x", tmp_path / "a-00001-of-00003.gguf") == "a"
+    assert short_name("Owner/Model-4B", tmp_path) == "Model-4B"
+    assert short_name(str(tmp_path), tmp_path) == tmp_path.name
+
+
 def test_dry_run(tmp_path, started, capsys):
     assert main(["serve", str(write(tmp_path / "m", **QWEN)), "--dry-run"]) == 0
     assert started == [] and "/bin/vllm serve" in capsys.readouterr().out
@@ -290,7 +336,8 @@ def test_a_vllm_on_the_path(tmp_path):
     done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True)
     assert done.returncode == 7 and done.stdout.startswith(f"{serve.CACHE}=1 {fake} serve {folder}")
     recorded = (tmp_path / "arguments").read_text().splitlines()
-    assert recorded == [f"serve {folder} --max-model-len=8192 --host=127.0.0.1 --port=8000 --seed 1", "1"]
+    options = f"--max-model-len=8192 --host=127.0.0.1 --port=8000 --served-model-name m {folder} --seed 1"
+    assert recorded == [f"serve {folder} {options}", "1"]
 
 
 @pytest.fixture
