@@ -161,6 +161,9 @@ INT4 = MODELS | {
         "ssm_in_multiplier": 2.0, "ssm_out_multiplier": 0.25, "ssm_multipliers": [0.5, 0.25, 2.0, 0.25, 4.0],
         "mlp_multipliers": [0.5, 0.25],
     }),
+    "olmo-hybrid": ("OlmoHybrid", {**LINEAR, "linear_key_head_dim": 48, "linear_value_head_dim": 96,
+                                   "rope_parameters": None}),
+    "olmo-hybrid, rotation": ("OlmoHybrid", {**ROPE, **LINEAR, "linear_allow_neg_eigval": False}),
     "kimi-linear": ("KimiLinear", {
         **MLA, **ROUTED, "q_lora_rank": None, "n_shared_experts": 1, "linear_num_heads": 2, "linear_head_dim": 32,
         "layer_types": ["linear_attention"] * 3 + ["full_attention"], "mlp_layer_types": ["dense"] + ["sparse"] * 3,
@@ -182,7 +185,7 @@ INT4 = MODELS | {
 STACKED = {"gemma4, experts", "llama4", "granitemoe", "granitemoe, shared", "granitehybrid"}
 # Architectures that vLLM does not run from int4; docs/formats.md says why.
 # Of which vLLM 0.32 has no model, or one for GPUs alone.
-NO_MODEL_IN_VLLM = {"bamba", "dots1", "kimi-linear"}
+NO_MODEL_IN_VLLM = {"bamba", "dots1", "kimi-linear", "olmo-hybrid", "olmo-hybrid, rotation"}
 NOT_INT4_IN_VLLM = NOT_IN_VLLM.keys() | NO_MODEL_IN_VLLM | {"granitemoe", "granitehybrid", "phimoe"}
 STEP = 2.0**-5  # of matrices: whole numbers from -8 to 7 times this, which blocks of any type hold
 WRITTEN = Path(__file__).with_suffix(".json")

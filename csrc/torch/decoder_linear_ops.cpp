@@ -47,7 +47,7 @@ void decoder_add_linear_attention_cpu(const Tensor& decoder, Tensors projections
                                       const OptionalTensor& conv_bias, const OptionalTensor& a,
                                       const OptionalTensor& dt_bias, const OptionalTensor& d,
                                       const OptionalTensor& norm, double norm_eps, Text gate, int64_t norm_groups,
-                                      bool norm_first, bool interleaved) {
+                                      bool norm_first, bool interleaved, double beta_scale) {
   const DecoderUse found(decoder);
   LayerPlan& layer = last_layer(*found, "without linear attention");
   W4A8_CHECK(!layer.linear.out, "the last layer of decoder has linear attention, expected one without");
@@ -64,6 +64,9 @@ void decoder_add_linear_attention_cpu(const Tensor& decoder, Tensors projections
   W4A8_CHECK(!interleaved || plan.kind == LinearPlan::Kind::kGatedDelta, "interleaved is true, expected false for ",
              kind);
   plan.interleaved = interleaved;
+  plan.delta.beta_scale = positive_number("beta_scale", beta_scale);
+  W4A8_CHECK(beta_scale == 1.0 || plan.kind == LinearPlan::Kind::kGatedDelta, "beta_scale is ", beta_scale,
+             ", expected 1 for ", kind);
   const Heads heads = {key_heads, value_heads, key_size, value_size};
   int64_t channels = plan.channels;
   if (plan.kind == LinearPlan::Kind::kGatedDelta) {
@@ -113,7 +116,9 @@ void decoder_add_linear_attention_cpu(const Tensor& decoder, Tensors projections
   } else if (plan.interleaved) {
     check_ends("projections", plan.in, {plan.in_size(), of_gates});
   } else if (plan.kind == LinearPlan::Kind::kGatedDelta) {
-    check_ends("projections", plan.in, {channels, plan.out_size(), value_heads, value_heads});
+    const int64_t keys = key_heads * key_size;
+    check_ends("projections", plan.in, {keys, keys, channels - 2 * keys, plan.out_size(), value_heads, value_heads});
+    plan.apart = plan.in.columns_of(0) < channels;
   } else {
     check_ends("projections", plan.in, {plan.out_size(), channels, of_gates});
   }

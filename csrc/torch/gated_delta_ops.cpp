@@ -108,7 +108,7 @@ Tensor gated_delta_cpu(const Tensor& qkv, const Tensor& z, const Tensor& ba, con
                        const Tensor& dt_bias, const Tensor& norm, const Tensor& conv_state, const Tensor& state,
                        const Tensor& slots, const Tensor& query_start_loc, const Tensor& fresh, int64_t key_heads,
                        int64_t value_heads, double norm_eps, Text gate, const OptionalTensor& decay,
-                       const OptionalTensor& out_slots, const OptionalTensor& accepted) {
+                       const OptionalTensor& out_slots, const OptionalTensor& accepted, double beta_scale) {
   const GatedDeltaTensors t = {qkv,        z,     ba,    conv_weight,     a,     dt_bias, norm,
                                conv_state, state, slots, query_start_loc, fresh, decay,   out_slots,
                                accepted};
@@ -127,6 +127,7 @@ Tensor gated_delta_cpu(const Tensor& qkv, const Tensor& z, const Tensor& ba, con
   GatedDeltaLayer layer = layer_of(t, sequences, key_heads, value_heads);
   layer.sigmoid_gate = sigmoid;
   layer.norm_eps = positive_number("norm_eps", norm_eps);
+  layer.beta_scale = positive_number("beta_scale", beta_scale);
   sequences.check("conv_state", conv_state, qkv.size(0));
   sequences.check("state", state, qkv.size(0));
 
@@ -168,12 +169,13 @@ Tensor gated_delta_meta(const Tensor& qkv, const Tensor& z, const Tensor& ba, co
                         const Tensor& a, const Tensor& dt_bias, const Tensor& norm, const Tensor& conv_state,
                         const Tensor& state, const Tensor& slots, const Tensor& query_start_loc, const Tensor& fresh,
                         int64_t key_heads, int64_t value_heads, double norm_eps, Text gate, const OptionalTensor& decay,
-                        const OptionalTensor& out_slots, const OptionalTensor& accepted) {
+                        const OptionalTensor& out_slots, const OptionalTensor& accepted, double beta_scale) {
   check_types(check_meta,
               {qkv, z, ba, conv_weight, a, dt_bias, norm, conv_state, state, slots, query_start_loc, fresh, decay,
                out_slots, accepted},
               key_heads, value_heads, gate);
   positive_number("norm_eps", norm_eps);
+  positive_number("beta_scale", beta_scale);
   std::vector<SymSize> sizes = sym_sizes_of(qkv);
   sizes[1] = value_heads * known_size(sym_sizes_of(state)[3]);
   return new_tensor(sizes, type_of(qkv), qkv);

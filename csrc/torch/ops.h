@@ -83,7 +83,7 @@ Tensor gated_delta_cpu(const Tensor& qkv, const Tensor& z, const Tensor& ba, con
                        const Tensor& dt_bias, const Tensor& norm, const Tensor& conv_state, const Tensor& state,
                        const Tensor& slots, const Tensor& query_start_loc, const Tensor& fresh, int64_t key_heads,
                        int64_t value_heads, double norm_eps, Text gate, const OptionalTensor& decay,
-                       const OptionalTensor& out_slots, const OptionalTensor& accepted);
+                       const OptionalTensor& out_slots, const OptionalTensor& accepted, double beta_scale);
 decltype(gated_delta_cpu) gated_delta_meta;
 Tensor state_space_cpu(const Tensor& xbc, const OptionalTensor& z, const Tensor& dt, const Tensor& conv_weight,
                        const OptionalTensor& conv_bias, const Tensor& a, const Tensor& dt_bias, const Tensor& d,
@@ -117,7 +117,7 @@ void decoder_add_linear_attention_cpu(const Tensor& decoder, Tensors projections
                                       const OptionalTensor& conv_bias, const OptionalTensor& a,
                                       const OptionalTensor& dt_bias, const OptionalTensor& d,
                                       const OptionalTensor& norm, double norm_eps, Text gate, int64_t norm_groups,
-                                      bool norm_first, bool interleaved);
+                                      bool norm_first, bool interleaved, double beta_scale);
 void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const OptionalTensor& router_bias,
                              const Tensor& w13_packed, const Tensor& w2_packed, int64_t top_k, bool renormalize,
                              Text scoring_func, Optional<int64_t> num_expert_group, Optional<int64_t> topk_group,

@@ -108,8 +108,8 @@ class Decoder:
         """Gives the last layer linear attention (:mod:`w4a8.linear_attention`).
 
         Args:
-            projections: packed, of what the operator of ``kind`` takes: ``gated_delta`` qkv, z, b and a;
-                ``state_space`` z, xbc and dt; ``short_conv`` B, C and x. Neighbours may be one matrix.
+            projections: packed, of what the operator of ``kind`` takes: ``gated_delta`` q, k, v, z, b and
+                a; ``state_space`` z, xbc and dt; ``short_conv`` B, C and x. Neighbours may be one matrix.
             gates: floating [n, hidden_size], the projections b and a, or dt, which ``projections`` then end without.
             out: packed, the output projection.
             conv_weight: floating [channels, width].

@@ -24,12 +24,14 @@ def gated_delta(
     decay: torch.Tensor | None = None,
     out_slots: torch.Tensor | None = None,
     accepted: torch.Tensor | None = None,
+    beta_scale: float = 1.0,
 ) -> torch.Tensor:
     """A layer of linear attention by the gated delta rule, between its projections (docs/numerics.md section 11).
 
     Short convolution, gates, recurrence and gated norm, of prompts and single tokens in one call: of Qwen3-Next and
-    Qwen3.5, with ``decay`` of Kimi-Linear (KDA). The bits of a sequence depend on its tokens alone: not on how they are
-    cut into calls, on other sequences or on the number of threads. C is 2 * key_heads * K + value_heads * V.
+    Qwen3.5, with ``beta_scale`` of OLMo-Hybrid, with ``decay`` of Kimi-Linear (KDA). The bits of a sequence depend on
+    its tokens alone: not on how they are cut into calls, on other sequences or on the number of threads. C is 2 *
+    key_heads * K + value_heads * V.
 
     Args:
         qkv: float32, bfloat16 or float16 [T, C]: the projections of queries, keys [key_heads, K] and values
@@ -62,6 +64,7 @@ def gated_delta(
             on behind these, with up to 1 + drafts tokens. 0: no guesses; the last state alone goes to ``slots``, and
             the last rows to the first width - 1 of conv_state. Before its first guesses a sequence has accepted 1
             token, its slot being ``out_slots[b, 0]``.
+        beta_scale: a positive factor of beta. 2: keys may turn the sign of what a state has of them (OLMo-Hybrid).
 
     Returns:
         [T, value_heads * V] of the dtype of qkv.
@@ -87,6 +90,7 @@ def gated_delta(
         decay=decay,
         out_slots=out_slots,
         accepted=accepted,
+        beta_scale=beta_scale,
     )
 
 

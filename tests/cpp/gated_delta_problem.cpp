@@ -79,6 +79,7 @@ std::string difference(const DeltaProblem& p, const Kernel& kernel, int workers)
   layer.norm = l.norm.data();
   layer.norm_eps = l.norm_eps;
   layer.sigmoid_gate = l.sigmoid_gate;
+  layer.beta_scale = l.beta_scale;
   std::vector<int32_t> slots;
   for (int64_t b = 0; b < std::ssize(p.sequences); ++b) slots.push_back(where.at(b, 0));
   const GuardedBuffer<float> weight(l.weight, p.guard);

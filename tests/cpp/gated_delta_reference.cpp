@@ -67,7 +67,7 @@ std::vector<float> DeltaSequence::append(const DeltaLayer& layer, const DeltaTok
     const float* q = x.data() + h / layer.group * keys;
     const float* k = q + layer.key_heads * keys;
     const float* v = x.data() + 2 * layer.key_heads * keys + h * size;
-    const float beta = sigmoid_of(token.betas[static_cast<std::size_t>(h)]);
+    const float beta = layer.beta_scale * sigmoid_of(token.betas[static_cast<std::size_t>(h)]);
     const auto decay = [&](int64_t i) {
       const auto at = static_cast<std::size_t>(layer.of_channels ? h * keys + i : h);
       return decay_of(token.decays[at] + layer.bias[at], layer.rates[static_cast<std::size_t>(h)]);

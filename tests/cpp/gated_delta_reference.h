@@ -31,6 +31,7 @@ struct DeltaLayer {
   int64_t width = 4;
   bool of_channels = false;
   bool sigmoid_gate = false;
+  float beta_scale = 1.0f;
   float norm_eps = 1e-6f;
   std::vector<float> weight = {};  // [width, channels]
   std::vector<float> rates = {};   // [value_heads]

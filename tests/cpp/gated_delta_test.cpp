@@ -40,7 +40,8 @@ TEST_P(GatedDeltaTest, HeadsWidthsGatesAndDecays) {
                        .key_size = 16,
                        .width = width,
                        .of_channels = other,
-                       .sigmoid_gate = other}},
+                       .sigmoid_gate = other,
+                       .beta_scale = other ? 1.0f : 0.25f * static_cast<float>(width)}},
             {1, 5, 20});
     }
   }

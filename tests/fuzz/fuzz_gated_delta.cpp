@@ -22,6 +22,7 @@ test::DeltaProblem make_problem(Bytes& in) {
   p.transposed = in.flag();
   draw_sequences(in, p.layer.states(), p);
   p.guesses = in.integer(-1, 3);
+  p.layer.beta_scale = in.flag() ? 2.0f : 1.0f;
   return p;
 }
 

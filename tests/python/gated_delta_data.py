@@ -102,6 +102,7 @@ class Layer:
     value_size: int = 32
     width: int = 4
     gate: str = "silu"
+    beta_scale: float = 1.0
     of_channels: bool = False
     dtype: torch.dtype = torch.float32
     seed: int = 0
@@ -141,6 +142,7 @@ class Layer:
             "value_heads": self.value_heads,
             "norm_eps": self.norm_eps,
             "gate": self.gate,
+            "beta_scale": self.beta_scale,
             **guesses,
         }
 
@@ -167,7 +169,7 @@ class Layer:
         rate = weights["a"][:, None] if self.of_channels else weights["a"]
         decay = torch.exp(-rate * torch.logaddexp(given + weights["dt_bias"], torch.zeros(()).double()))
         decay = decay.view(tokens, hv, -1, 1).expand(tokens, hv, k_, 1)
-        beta = torch.sigmoid(ba[:, :hv])
+        beta = self.beta_scale * torch.sigmoid(ba[:, :hv])
         s = torch.zeros(hv, k_, v_).double() if state is None else state.double()
         out = torch.empty(tokens, hv, v_).double()
         for t in range(tokens):

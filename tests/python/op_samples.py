@@ -126,7 +126,7 @@ def op_samples():
         ),
         "state space": with_states(ops.state_space, StateSpace()),
         "short convolution": with_states(ops.short_conv, ShortConv(bias=True)),
-        "gated delta with guesses": with_guesses(ops.gated_delta, GatedDelta()),
+        "gated delta with guesses": with_guesses(ops.gated_delta, GatedDelta(beta_scale=2.0)),
         "state space with guesses": with_guesses(ops.state_space, StateSpace()),
         "short convolution with guesses": with_guesses(ops.short_conv, ShortConv()),
         "rounding": (rounded, to_round),

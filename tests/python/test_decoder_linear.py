@@ -27,6 +27,8 @@ LAYERS = {
     "as one": ("gated_delta", {"parts": 1}),
     "four matrices": ("gated_delta", {"gate": "sigmoid"}),
     "gates of floats": ("gated_delta", {"gates": torch.bfloat16}),
+    "six matrices": ("gated_delta", {"parts": 6, "beta_scale": 2.0}),
+    "four matrices and gates of floats": ("gated_delta", {"parts": 6, "gates": torch.float32}),
     "interleaved": ("gated_delta", {"interleaved": True, "gates": torch.float32}),
     "interleaved, packed": ("gated_delta", {"interleaved": True, "parts": 2}),
     "state space": ("state_space", {"norm_groups": 2}),
@@ -55,7 +57,9 @@ class Linear:
             widths = [sum(widths)]
         elif parts == 2:
             widths = [sum(widths[:last]), sum(widths[last:])]
-        kinds = ["int4", "int8", "int4 minimums", "int4"]
+        elif parts == 6:  # queries, keys and values apart
+            widths = [KEYS * K, KEYS * K, VALUES * V, *widths[1:]]
+        kinds = ["int4", "int8", "int4 minimums", "int4"] * 2
         self.projections = [pack(n, HIDDEN, each) for n, each in zip(widths, kinds)]
         self.gates = torch.randn(in_floats, HIDDEN).to(gates) if in_floats else None
         self.out = pack(HIDDEN, VALUES * V if self.has_state else self.channels)
@@ -109,6 +113,7 @@ class Linear:
         if self.kind == "gated_delta":
             qkv, z, b, a = parts
             heads = {"key_heads": KEYS, "value_heads": VALUES, "gate": f.get("gate", "silu")}
+            heads["beta_scale"] = f.get("beta_scale", 1.0)
             y = ops.gated_delta(qkv, z, torch.cat([b, a], 1), self.conv_weight, **weights, **heads, **where)
         elif self.kind == "state_space":
             z, xbc, dt = parts
@@ -227,7 +232,9 @@ def test_is_the_operator_alone(name):
     assert_same_bits(model.step(x, lengths, lengths), expected)
 
 
-MIXED = ["as one", "attention", "nothing", "state space", "short convolution", "attention", "interleaved"]
+MIXED = [
+    "as one", "attention", "nothing", "state space", "short convolution", "six matrices", "attention", "interleaved",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -419,6 +426,10 @@ def test_factors_refuse(product, factors, message):
         ({"norm": torch.ones(33)}, r"norm has shape \[33\], expected \[32\]"),
         ({"norm_eps": 0.0}, "norm_eps is 0, expected a positive"),
         ({"gate": "tanh"}, "gate is 'tanh', expected 'silu' or 'sigmoid'"),
+        ({"beta_scale": -1.0}, "beta_scale is -1, expected a positive number of float32"),
+        ({"kind": "short_conv", "beta_scale": 2.0}, "beta_scale is 2, expected 1 for short_conv"),
+        ({"projections": [pack(40, HIDDEN), pack(408, HIDDEN)]}, "projections has tensors whose first 1 have 40 out"),
+        ({"projections": [pack(64, HIDDEN)] * 7}, r"projections has 7 tensors, expected 1\.\.6"),
         ({"conv_weight": torch.ones(256, 9)}, r"conv_weight has shape \[256, 9\], expected"),
         ({"conv_weight": torch.ones(256)}, r"conv_weight has shape \[256\], expected"),
         ({"conv_bias": torch.ones(255)}, r"conv_bias has shape \[255\], expected \[256\]"),

@@ -53,7 +53,7 @@ def defines(path, name):
     return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", source) is not None
 
 
-@pytest.mark.parametrize("document", ["docs/code_map.md", "docs/adding_a_format.md"])
+@pytest.mark.parametrize("document", ["docs/code_map.md", "docs/adding_a_format.md", "docs/adding_an_architecture.md"])
 def test_names_of_the_code(document):
     """Each name is defined in one of the files of its row, and each file has one of the names."""
     text = (ROOT / document).read_text()

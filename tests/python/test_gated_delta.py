@@ -21,6 +21,7 @@ LAYERS = {
     "width 3": {"width": 3},
     "width 8": {"width": 8},
     "sigmoid": {"gate": "sigmoid"},
+    "OLMo-Hybrid": {"beta_scale": 2.0, "key_size": 48, "value_size": 96},
     "KDA": {"of_channels": True, "gate": "sigmoid", "key_heads": 2, "value_heads": 2, "value_size": 48},
 }
 
@@ -313,6 +314,8 @@ REFUSED = [
     ({"value_heads": 2**62}, "value_heads is 4611686018427387904, expected 1..65536"),
     ({"norm_eps": math.nan}, "norm_eps is nan, expected a finite number of float32"),
     ({"norm_eps": 0.0}, "norm_eps is 0, expected a positive number of float32"),
+    ({"beta_scale": 0.0}, "beta_scale is 0, expected a positive number of float32"),
+    ({"beta_scale": math.inf}, "beta_scale is inf, expected a finite number of float32"),
     ({"gate": "gelu"}, "gate is 'gelu', expected 'silu' or 'sigmoid'"),
     ({"decay": torch.zeros(5, 4, 32)}, "dt_bias has shape [4], expected [value_heads, K] with decay"),
     (

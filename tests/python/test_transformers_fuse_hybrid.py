@@ -12,7 +12,8 @@ from test_transformers_hybrid import ids, saved  # noqa: E402, F401
 
 from w4a8.integrations.transformers import W4A8Cache, W4A8Config, fast_attention, fuse  # noqa: E402
 
-FUSED = ["Qwen3_5", "Qwen3_5Moe", "Qwen3Next", "GraniteMoeHybrid", "NemotronH", "Lfm2", "Lfm2Moe", "Bamba", "FalconH1"]
+FUSED = ["Qwen3_5", "Qwen3_5Moe", "Qwen3Next", "GraniteMoeHybrid", "NemotronH", "Lfm2", "Lfm2Moe", "Bamba", "FalconH1",
+         "OlmoHybrid"]  # fmt: skip
 pytestmark = [pytest.mark.usefixtures("no_gradients"), pytest.mark.parametrize("saved", FUSED, indirect=True)]
 
 

@@ -35,6 +35,8 @@ MODELS = {
                                 "mamba_head_dim": 16, "ssm_state_size": 32, "n_groups": 2, "n_routed_experts": 4,
                                 "num_experts_per_tok": 2, "moe_intermediate_size": 32,
                                 "moe_shared_expert_intermediate_size": 32}),
+    "OlmoHybrid": ("OlmoHybrid", {**HEADS, "linear_value_head_dim": 64, "linear_num_value_heads": 4,
+                                  "pad_token_id": 0}),
     # Without experts: of two that are nearly as likely, roundings of 70 tokens choose the other one somewhere.
     "KimiLinear": ("KimiLinear", {"num_key_value_heads": 2, "linear_num_heads": 2, "linear_head_dim": 32,
                                   "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 32, "v_head_dim": 32,

@@ -63,6 +63,27 @@ def test_qwen3_5():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("negative", [False, True])
+def test_olmo_hybrid(negative):
+    module = pytest.importorskip("transformers.models.olmo_hybrid.modeling_olmo_hybrid")
+    from transformers.models.olmo_hybrid.configuration_olmo_hybrid import OlmoHybridConfig
+
+    config = OlmoHybridConfig(
+        hidden_size=48, linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=48, num_hidden_layers=2,
+        linear_allow_neg_eigval=negative,
+    )  # fmt: skip
+    layer = module.OlmoHybridGatedDeltaNet(config, 0)
+    hidden, expected = core(layer, hidden=48)
+    got = w4a8.gated_delta(
+        torch.cat([layer.q_proj(hidden), layer.k_proj(hidden), layer.v_proj(hidden)], 1), layer.g_proj(hidden),
+        torch.cat([layer.b_proj(hidden), layer.a_proj(hidden)], 1), layer.conv1d.weight.squeeze(1),
+        layer.A_log.exp(), layer.dt_bias, layer.o_norm.weight, **fresh(384, 4, (2, 48, 96)),
+        key_heads=2, value_heads=2, norm_eps=1e-5, beta_scale=2.0 if negative else 1.0,
+    )  # fmt: skip
+    assert_near(got, expected)
+
+
+@torch.no_grad()
 def test_kimi_linear():
     module = pytest.importorskip("transformers.models.kimi_linear.modeling_kimi_linear")
     from transformers.models.kimi_linear.configuration_kimi_linear import KimiLinearConfig

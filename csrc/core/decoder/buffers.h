@@ -40,7 +40,7 @@ struct Buffers {
       if (linear.out) {
         attended_size = std::max(attended_size, linear.out_size());
         if (linear.gates) gates_size = std::max(gates_size, linear.gates_size());
-        if (linear.interleaved) mixed_size = std::max(mixed_size, linear.in_size() + linear.gates_size());
+        mixed_size = std::max(mixed_size, linear.mixed_size());
       }
       if (attention.latent) {
         latent_size = std::max(latent_size, attention.heads * attention.head_size);

@@ -10,15 +10,16 @@ class Parts {
  public:
   Parts(const LinearPlan& plan, const LinearRows& rows, int64_t tokens) : plan_(plan), rows_(rows), tokens_(tokens) {
     if (plan.interleaved) take_apart();
+    if (plan.apart) join();
   }
   /// The numbers from `column` on, behind those of `in` the gates.
   ActivationRows at(int64_t column) const {
-    const FloatRows found = plan_.interleaved ? FloatRows{rows_.mixed + column, mixed_size()} : given(column);
+    const FloatRows found =
+        column < plan_.mixed_size() ? FloatRows{rows_.mixed + column, plan_.mixed_size()} : given(column);
     return {found.data, found.stride, DType::kFloat32};
   }
 
  private:
-  int64_t mixed_size() const { return plan_.in_size() + plan_.gates_size(); }
   FloatRows given(int64_t column) const {
     const int64_t behind = column - plan_.in_size();
     if (plan_.gates && behind >= 0) return {rows_.gates + behind, plan_.gates_size()};
@@ -35,7 +36,7 @@ class Parts {
     const FloatRows all = given(0);
     const FloatRows gates = given(plan_.in_size());
     for (int64_t t = 0; t < tokens_; ++t) {
-      float* const to = rows_.mixed + t * mixed_size();
+      float* const to = rows_.mixed + t * plan_.mixed_size();
       float* const of_gates = to + plan_.in_size();
       for (int64_t h = 0; h < layer.key_heads; ++h) {
         const float* from = all.row(t) + h * head;
@@ -45,6 +46,17 @@ class Parts {
         take(from, of_values, to + plan_.channels + h * of_values);
         from = take(gates.row(t) + h * 2 * group, group, of_gates + h * group);
         take(from, group, of_gates + layer.value_heads + h * group);
+      }
+    }
+  }
+  // Queries, keys and values.
+  void join() const {
+    const int64_t keys = plan_.delta.key_heads * plan_.delta.key_size;
+    const int64_t begins[] = {0, keys, 2 * keys, plan_.channels};
+    for (int part = 0; part < 3; ++part) {
+      const FloatRows from = given(begins[part]);
+      for (int64_t t = 0; t < tokens_; ++t) {
+        take(from.row(t), begins[part + 1] - begins[part], rows_.mixed + t * plan_.mixed_size() + begins[part]);
       }
     }
   }

@@ -25,7 +25,7 @@ struct LinearStates {
 struct LinearRows {
   float* in = nullptr;     ///< of LinearPlan::in
   float* gates = nullptr;  ///< [tokens, gates_size()], if LinearPlan::gates are floats
-  float* mixed = nullptr;  ///< [tokens, in_size() + gates_size()], memory for interleaved ones
+  float* mixed = nullptr;  ///< [tokens, mixed_size()], memory
 };
 
 /// out: [tokens, out_size()], what LinearPlan::out takes. The states become those behind the tokens.

@@ -113,6 +113,7 @@ struct LinearPlan {
   GatedDeltaLayer delta = {};
   StateSpaceLayer space = {};
   bool interleaved = false;            ///< gated delta: all parts of a key head are next to each other
+  bool apart = false;                  ///< gated delta: queries, keys and values come from several matrices
   const float* conv_weight = nullptr;  ///< [width, channels]
   const float* conv_bias = nullptr;    ///< [channels]; null: none
   int64_t width = 0;
@@ -131,6 +132,8 @@ struct LinearPlan {
   }
   /// Of the others.
   int64_t in_size() const { return has_state() ? channels + out_size() : 3 * channels; }
+  /// Of what is put in another order, or side by side.
+  int64_t mixed_size() const { return interleaved ? in_size() + gates_size() : apart ? channels : 0; }
 };
 
 /// act(gate) * up, or act(up); then down.

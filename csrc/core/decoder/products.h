@@ -33,7 +33,7 @@ class Products {
   int64_t columns_of(std::size_t matrix) const { return matrices_[matrix].shape.n; }
   /// factors: [n], of the results of each column, with the matrix's bias; memory that outlives the products.
   void scale_by(const float* factors) { factors_ = factors; }
-  static constexpr std::size_t kMostMatrices = 4;
+  static constexpr std::size_t kMostMatrices = 6;
 
   /// Cuts the work of a few rows for this many workers. following: the next products, whose weights are fetched
   /// meanwhile; it must not move.

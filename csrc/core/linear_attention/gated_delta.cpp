@@ -221,6 +221,7 @@ class GatedDelta {
     std::fill(own.betas + count, own.betas + padded, 0.0f);
     for (int64_t t = 0; t < count; ++t) own.betas[t] = float_of(call_.betas, token + t, h);
     functions_.sigmoids(own.betas, padded, own.betas);
+    for (int64_t t = 0; t < count; ++t) own.betas[t] *= layer_.beta_scale;
     if (!layer_.of_channels) {
       std::fill(own.decays + count, own.decays + padded, 0.0f);
       for (int64_t t = 0; t < count; ++t) {

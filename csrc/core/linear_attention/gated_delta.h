@@ -21,7 +21,8 @@ struct GatedDeltaLayer {
   bool of_channels;        ///< decays of each channel of the keys
   const float* norm;       ///< [value_size]
   float norm_eps;
-  bool sigmoid_gate;  ///< of the norm's result; else SiLU
+  bool sigmoid_gate;        ///< of the norm's result; else SiLU
+  float beta_scale = 1.0f;  ///< factor of the betas
 
   int64_t group() const { return value_heads / key_heads; }
   int64_t channels() const { return 2 * key_heads * key_size + value_heads * value_size; }

@@ -48,6 +48,7 @@ class Family:
         refuses: fields of the config that must not be set.
         refuses_values: fields of the config, and a value that they must not have.
         norms: the norms of a layer.
+        linear_norms: those of a layer with linear attention; (): the same.
         one_more: a norm multiplies by 1 + weight. vLLM has a class for such norms.
         centered: norms subtract the mean (LayerNorm).
         parallel: the MLP takes the normed rows that attention takes, and is added together with attention.
@@ -87,6 +88,7 @@ class Family:
     refuses: tuple[str, ...] = ()
     refuses_values: Mapping[str, str] = field(default_factory=dict)
     norms: Norms = _TWO
+    linear_norms: Norms = ()
     one_more: bool = False
     centered: bool = False
     parallel: bool = False
@@ -289,6 +291,7 @@ FAMILIES = {
     "ministral3": Family(),
     "olmo2": Family(_of_transformers("olmo2", "Olmo2"), norms=_BEHIND),
     "olmo3": Family(_of_transformers("olmo3", "Olmo3"), norms=_BEHIND),
+    "olmo_hybrid": Family(norms=_BEHIND, linear_norms=_TWO),
     "phi3": Family(),
     "phimoe": Family(
         "phimoe.PhiMoE",

@@ -196,7 +196,7 @@ class Stack:
     def _add(self, layer: Any, layer_type: str, rope: int) -> None:
         family, operator, attention = self.family, operator_of(layer), self._attention_of(layer)
         beside = getattr(layer, family.beside) if family.beside else None
-        norms = family.norms
+        norms = family.linear_norms if operator is not None and family.linear_norms else family.norms
         part = getattr(layer, family.part) if family.part else None
         is_mlp = any(hasattr(part, name) for name in ("experts", "down_proj"))
         has_states = getattr(layer, "mamba", None) is not None  # beside attention, or in its place

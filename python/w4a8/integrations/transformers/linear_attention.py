@@ -154,7 +154,8 @@ class _Operator(Guard):
             found += [_packed(each) for each in small]
         else:
             gates = torch.cat([each.weight.detach() for each in small])
-        projections = {"projections": found, "gates": gates, "out": _packed(layer.out_proj), "kind": self.kind}
+        projections = {"projections": found, "gates": gates, "kind": self.kind}
+        projections["out"] = _packed(getattr(layer, self.out_name))
         return {**projections, **self.weights(layer), **self._sizes(layer)}
 
     def _projections(self, layer: Any) -> tuple[list[Any], list[Any]]:
@@ -203,12 +204,13 @@ class _GatedDelta(_Operator):
     """Qwen3.5's layer, and Qwen3-Next's, whose projections are interleaved."""
 
     kind = "gated_delta"
+    norm_name = "norm"
 
     def _fits(self, layer: Any) -> bool:
         return (
             {layer.head_k_dim, layer.head_v_dim}.issubset(ops.STATE_SIZES)
             and layer.activation in ("silu", "swish")
-            and layer.norm.activation in ("silu", "sigmoid")
+            and getattr(layer, self.norm_name).activation in ("silu", "sigmoid")
             and layer.conv1d.bias is None
         )
 
@@ -216,19 +218,22 @@ class _GatedDelta(_Operator):
         return layer.num_v_heads, layer.head_k_dim, layer.head_v_dim
 
     def _floats(self, layer: Any) -> list[torch.Tensor | None]:
-        return [*super()._floats(layer), layer.A_log, layer.dt_bias, layer.norm.weight]
+        return [*super()._floats(layer), layer.A_log, layer.dt_bias, getattr(layer, self.norm_name).weight]
 
     def _made(self, layer: Any) -> dict[str, Any]:
         found = layer_weights(layer.conv1d.weight.squeeze(1), layer.A_log, layer.dt_bias)
-        return {**found, "norm": layer.norm.weight.detach().float()}
+        return {**found, "norm": getattr(layer, self.norm_name).weight.detach().float()}
 
     def _projected(self, layer: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(qkv, z, ba) of the operator."""
-        if hasattr(layer, "in_proj_qkv"):
-            return layer.in_proj_qkv(x), layer.in_proj_z(x), torch.cat((layer.in_proj_b(x), layer.in_proj_a(x)), -1)
-        parts = layer.fix_query_key_value_ordering(layer.in_proj_qkvz(x)[None], layer.in_proj_ba(x)[None])
-        q, k, v, z, b, a = (part[0].flatten(1) for part in parts)
-        return torch.cat((q, k, v), -1), z, torch.cat((b, a), -1)
+        if hasattr(layer, "in_proj_qkvz"):
+            parts = layer.fix_query_key_value_ordering(layer.in_proj_qkvz(x)[None], layer.in_proj_ba(x)[None])
+            q, k, v, z, b, a = (part[0].flatten(1) for part in parts)
+            return torch.cat((q, k, v), -1), z, torch.cat((b, a), -1)
+        large, small = self._projections(layer)
+        *qkv, z = (each(x) for each in large)
+        ba = torch.cat([each(x) for each in small], -1)
+        return qkv[0] if len(qkv) == 1 else torch.cat(qkv, -1), z, ba
 
     def _projections(self, layer: Any) -> tuple[list[Any], list[Any]]:
         if hasattr(layer, "in_proj_qkv"):
@@ -237,15 +242,26 @@ class _GatedDelta(_Operator):
 
     def _sizes(self, layer: Any) -> dict[str, Any]:
         sizes = {"key_size": layer.head_k_dim, "value_size": layer.head_v_dim}
-        return {**self._heads(layer), **sizes, "interleaved": not hasattr(layer, "in_proj_qkv")}
+        return {**self._heads(layer), **sizes, "interleaved": hasattr(layer, "in_proj_qkvz")}
 
     def _heads(self, layer: Any) -> dict[str, Any]:
         heads = {"key_heads": layer.num_k_heads, "value_heads": layer.num_v_heads}
-        return {**heads, "norm_eps": layer.layer_norm_epsilon, "gate": layer.norm.activation}
+        norm = getattr(layer, self.norm_name)
+        numbers = {"norm_eps": norm.variance_epsilon, "gate": norm.activation}
+        return {**heads, **numbers, "beta_scale": 2.0 if getattr(layer, "allow_neg_eigval", False) else 1.0}
 
     def _compute(self, layer: Any, hidden_states: torch.Tensor, states: dict[str, torch.Tensor]) -> torch.Tensor:
         rows = self._projected(layer, hidden_states)
         return ops.gated_delta(*rows, **self.weights(layer), **states, **self._heads(layer))
+
+
+class _OlmoDelta(_GatedDelta):
+    """OLMo-Hybrid's layer, whose queries, keys and values have projections of their own."""
+
+    out_name, norm_name = "o_proj", "o_norm"
+
+    def _projections(self, layer: Any) -> tuple[list[Any], list[Any]]:
+        return [layer.q_proj, layer.k_proj, layer.v_proj, layer.g_proj], [layer.b_proj, layer.a_proj]
 
 
 class _KimiDelta(_Operator):
@@ -356,6 +372,7 @@ _OPERATORS = {
     "Qwen3NextGatedDeltaNet": _GatedDelta,
     "Qwen3_5GatedDeltaNet": _GatedDelta,
     "Qwen3_5MoeGatedDeltaNet": _GatedDelta,
+    "OlmoHybridGatedDeltaNet": _OlmoDelta,
     "KimiLinearDeltaAttention": _KimiDelta,
     "BambaMixer": _StateSpace,
     "FalconH1Mixer": _StateSpace,
