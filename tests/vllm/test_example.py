@@ -15,6 +15,7 @@ import pytest
 from conftest import Job, environment, free_port, run_engines
 from example import CHECKPOINT, PROMPTS, TOKENS, check_greedy, demo_model, with_tokenizer
 
+from w4a8.command import main
 from w4a8.integrations.vllm import binding
 
 # Differences of logits, whose standard deviation is 8. float32 in both: the additions outside the operators come in
@@ -95,6 +96,7 @@ def test_server(server):
     model = demo_model()
     for prompt, answer in zip(PROMPTS, answers):
         check_greedy(model, prompt, list(answer.encode()), TIE["bfloat16"])
+    assert main(["verify-server", f"{server}/v1", "--requests", "80", "--prompts", "16", "--clients", "8"]) == 0
 
 
 def test_a_second_start_of_the_server(tmp_path):

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import w4a8
-from w4a8.command import chat, doctor, inspect, pack, serve, verify
+from w4a8.command import chat, doctor, inspect, pack, serve, verify, verify_server
 from w4a8.command.report import UsageError
 
 COMMANDS = {
@@ -21,6 +21,7 @@ COMMANDS = {
     "verify": verify,
     "chat": chat,
     "serve": serve,
+    "verify-server": verify_server,
 }
 _GIVE_ON = ("serve",)  # subcommands that pass unknown arguments to another program
 # Errors whose message is for the user. SafetensorError is caught by its name: safetensors may not be installed.
