@@ -43,7 +43,7 @@ def server(entry: type[Vllm], folder: Path, threads: int, patience: float) -> It
     """The address of a server that is up. A file without a tokenizer gets the folder's."""
     port = free_port()
     log_path = FOLDER / "log" / f"server-{entry.__name__}.log"
-    command = [PYTHON, "-m", "vllm.entrypoints.openai.api_server", "--served-model-name", "model"]
+    command = [PYTHON, "-m", "vllm.entrypoints.launchers.api_server.entry", "--served-model-name", "model"]
     command += ["--model", str(folder / entry.file), "--tokenizer", str(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", str(POSITIONS), "--max-num-seqs", "8"]
     variables = {**os.environ, **entry.environment.variables, "HF_HUB_OFFLINE": "1"}

