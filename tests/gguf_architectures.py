@@ -161,6 +161,7 @@ INT4 = MODELS | {
         "ssm_in_multiplier": 2.0, "ssm_out_multiplier": 0.25, "ssm_multipliers": [0.5, 0.25, 2.0, 0.25, 4.0],
         "mlp_multipliers": [0.5, 0.25],
     }),
+    "apertus": ("Apertus", ROPE),
     "olmo-hybrid": ("OlmoHybrid", {**LINEAR, "linear_key_head_dim": 48, "linear_value_head_dim": 96,
                                    "rope_parameters": None}),
     "olmo-hybrid, rotation": ("OlmoHybrid", {**ROPE, **LINEAR, "linear_allow_neg_eigval": False}),
@@ -203,6 +204,8 @@ def model_of(name, **others):
     model = getattr(transformers, f"{family}ForCausalLM")(made(**{**SIZES, **fields, **others})).eval()
     generator = np.random.default_rng(len(name))
     for key, tensor in model.state_dict().items():
+        if tensor.dim() == 0:  # a constant
+            continue
         codes = torch.from_numpy(generator.integers(-8, 8, tensor.shape, np.int8)).float()
         is_norm = "norm" in key and key.endswith("weight")
         vector = (codes.abs() if "A_log" in key or "scale" in key else codes) / 16 + is_norm

@@ -2,27 +2,46 @@
 // Included inside a target region and an anonymous namespace; Ops is the ISA's vector type set.
 #pragma once
 
-// exp(x), relative error < 1.2e-7. Overflows to infinity, underflows through the denormals to 0.
-// exp(x) = 2^n * exp(r), n = rint(x / ln 2), |r| <= ln(2) / 2; ln 2 in two parts (Cody and Waite), the first with
-// trailing zeros so that n times this part is exact. Polynomial: minimax fit of (exp(r) - 1 - r) / r^2.
+// n = rint(x / ln 2) and r with exp(x) = 2^n * exp(r), |r| <= ln(2) / 2. Returns q with exp(r) = 1 + r + r^2 q. ln 2 is
+// in two parts (Cody and Waite), the first with trailing zeros so that n times this part is exact. q: minimax fit.
 template <class Ops>
-W4A8_INLINE typename Ops::F vec_exp(typename Ops::F x) {
+W4A8_INLINE typename Ops::F exp_parts(typename Ops::F x, typename Ops::I& n, typename Ops::F& r) {
   using F = typename Ops::F;
-  // At +-104 the result is infinity or 0 already. A NaN stays one: min and max return their second operand then.
-  x = Ops::max(Ops::splat(-104.0f), Ops::min(Ops::splat(104.0f), x));
-  const typename Ops::I n = Ops::to_int(Ops::mul(x, Ops::splat(0x1.715476p+0f)));
+  n = Ops::to_int(Ops::mul(x, Ops::splat(0x1.715476p+0f)));
   const F nf = Ops::to_float(n);
-  F r = Ops::fma(nf, Ops::splat(-0x1.62e4p-1f), x);
+  r = Ops::fma(nf, Ops::splat(-0x1.62e4p-1f), x);
   r = Ops::fma(nf, Ops::splat(-0x1.7f7d1cp-20f), r);
   F q = Ops::splat(0x1.6c6b88p-10f);
   q = Ops::fma(q, r, Ops::splat(0x1.121022p-7f));
   q = Ops::fma(q, r, Ops::splat(0x1.5555bep-5f));
   q = Ops::fma(q, r, Ops::splat(0x1.5554d8p-3f));
-  q = Ops::fma(q, r, Ops::splat(0.5f));
+  return Ops::fma(q, r, Ops::splat(0.5f));
+}
+
+// exp(x), relative error < 1.2e-7. Overflows to infinity, underflows through the denormals to 0.
+template <class Ops>
+W4A8_INLINE typename Ops::F vec_exp(typename Ops::F x) {
+  using F = typename Ops::F;
+  // At +-104 the result is infinity or 0 already. A NaN stays one: min and max return their second operand then.
+  x = Ops::max(Ops::splat(-104.0f), Ops::min(Ops::splat(104.0f), x));
+  typename Ops::I n;
+  F r;
+  const F q = exp_parts<Ops>(x, n, r);
   const F p = Ops::add(Ops::splat(1.0f), Ops::fma(Ops::mul(r, r), q, r));
   // 2^n in two factors, since n in [-150, 150] does not fit one exponent.
   const typename Ops::I half = Ops::template shift_right<1>(n);
   return Ops::mul(Ops::mul(p, Ops::pow2(half)), Ops::pow2(Ops::isub(n, half)));
+}
+
+// exp(x) - 1 for x <= 0, relative error < 2e-7: 2^n (exp(r) - 1) + (2^n - 1), the latter exact down to 2^-24.
+template <class Ops>
+W4A8_INLINE typename Ops::F vec_expm1(typename Ops::F x) {
+  using F = typename Ops::F;
+  typename Ops::I n;
+  F r;
+  const F q = exp_parts<Ops>(Ops::max(Ops::splat(-32.0f), x), n, r);  // -1 from -18 on
+  const F power = Ops::pow2(n);
+  return Ops::fma(Ops::fma(Ops::mul(r, r), q, r), power, Ops::sub(power, Ops::splat(1.0f)));
 }
 
 // x / (1 + exp(-a x)) = x * sigmoid(a x), `ax` being a x.
@@ -66,8 +85,19 @@ W4A8_INLINE typename Ops::F vec_gelu_tanh(typename Ops::F x) {
   return vec_gate<Ops>(x, Ops::mul(Ops::splat(0x1.988454p+0f), inner));  // 2 * sqrt(2 / pi)
 }
 
-// The factor of g alone. kKind: kGelu, kGeluTanh, kRelu2, or kSilu for all others, which are one form with two limits,
-// one of them infinite.
+// alpha x^2 + x / 2 above 0, else beta (exp(x) - 1 - x) + x / 2, but for exp(x) next to 0.
+template <class Ops>
+W4A8_INLINE typename Ops::F vec_xielu(const Activation& activation, typename Ops::F x) {
+  using F = typename Ops::F;
+  const F half = Ops::mul(Ops::splat(0.5f), x);
+  const F positive = Ops::fma(Ops::mul(Ops::splat(activation.alpha), x), x, half);
+  const F exponential = vec_expm1<Ops>(Ops::min(Ops::splat(-1e-6f), x));
+  const F negative = Ops::fma(Ops::splat(activation.beta), Ops::sub(exponential, x), half);
+  return Ops::select_less(Ops::splat(0.0f), x, positive, negative);
+}
+
+// The factor of g alone. kKind: kGelu, kGeluTanh, kRelu2, kXielu, or kSilu for all others, which are one form with two
+// limits, one of them infinite.
 template <class Ops, ActivationKind kKind>
 W4A8_INLINE typename Ops::F gate_factor(const Activation& activation, typename Ops::F g) {
   using F = typename Ops::F;
@@ -78,6 +108,8 @@ W4A8_INLINE typename Ops::F gate_factor(const Activation& activation, typename O
   } else if constexpr (kKind == ActivationKind::kRelu2) {
     const F positive = Ops::max(Ops::splat(0.0f), g);
     return Ops::mul(positive, positive);
+  } else if constexpr (kKind == ActivationKind::kXielu) {
+    return vec_xielu<Ops>(activation, g);
   } else {
     constexpr float kNone = std::numeric_limits<float>::infinity();
     const bool behind = activation.kind == ActivationKind::kSwigluStep;
@@ -128,6 +160,7 @@ void activate(Activation activation, const float* g, const float* u, float* h, i
     case ActivationKind::kGelu: return activate_as<Ops, ActivationKind::kGelu>(activation, g, u, h, n);
     case ActivationKind::kGeluTanh: return activate_as<Ops, ActivationKind::kGeluTanh>(activation, g, u, h, n);
     case ActivationKind::kRelu2: return activate_as<Ops, ActivationKind::kRelu2>(activation, g, u, h, n);
+    case ActivationKind::kXielu: return activate_as<Ops, ActivationKind::kXielu>(activation, g, u, h, n);
     case ActivationKind::kSiluUpGate:
       if (u != nullptr) return activate_as<Ops, ActivationKind::kSilu>(activation, u, g, h, n);
       [[fallthrough]];

@@ -113,8 +113,9 @@ enum class ActivationKind : int32_t {
   kGelu = 5,        ///< g * Phi(g) * u, Phi the normal distribution function (the "erf" GELU)
   kGeluTanh = 6,    ///< the tanh approximation of GELU(g) * u
   kRelu2 = 7,       ///< max(g, 0)^2 * u
+  kXielu = 8,       ///< xIELU: g > 0 ? alpha g^2 + g / 2 : beta (expm1(min(g, -1e-6)) - g) + g / 2; times u
 };
-inline constexpr int kActivationCount = 8;
+inline constexpr int kActivationCount = 9;
 
 /// A kind and its numbers, those of the kind alone where none are given.
 struct Activation {
@@ -123,11 +124,15 @@ struct Activation {
         limit(kind == ActivationKind::kSwigluOai || kind == ActivationKind::kSwigluStep
                   ? 7.0f
                   : std::numeric_limits<float>::infinity()),
-        alpha(kind == ActivationKind::kSwigluOai ? 1.702f : 1.0f),
-        beta(kind == ActivationKind::kSwigluOai ? 1.0f : -0.0f) {}
+        alpha(kind == ActivationKind::kSwigluOai ? 1.702f
+              : kind == ActivationKind::kXielu   ? 0.8f
+                                                 : 1.0f),
+        beta(kind == ActivationKind::kSwigluOai ? 1.0f
+             : kind == ActivationKind::kXielu   ? 0.8f
+                                                : -0.0f) {}
   /// Whether the kind has a limit; and alpha and beta.
   constexpr bool has_limit() const { return kind <= ActivationKind::kSwigluStep; }
-  constexpr bool has_slope() const { return kind <= ActivationKind::kSwigluOai; }
+  constexpr bool has_slope() const { return kind <= ActivationKind::kSwigluOai || kind == ActivationKind::kXielu; }
 
   ActivationKind kind;
   float limit;  ///< above 0, may be infinity

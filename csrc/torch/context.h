@@ -72,7 +72,7 @@ inline Activation activation_of(int64_t kind, Optional<double> limit = {}, Optio
                                 Optional<double> beta = {}) {
   W4A8_CHECK(kind >= 0 && kind < kActivationCount, "activation_kind is ", kind,
              ", expected 0 (SiLU(g)*u), 1 (SiLU(u)*g), 2 (SiLU), 3 (gpt-oss SwiGLU), 4 (SwiGLU-step), 5 (GELU), "
-             "6 (GELU tanh) or 7 (ReLU^2)");
+             "6 (GELU tanh), 7 (ReLU^2) or 8 (xIELU)");
   Activation activation(static_cast<ActivationKind>(kind));
   const auto take = [kind](const char* name, Optional<double> given, bool has, bool finite, float& number) {
     if (!given.has_value()) return;

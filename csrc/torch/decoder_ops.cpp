@@ -157,7 +157,8 @@ Tensor decoder_create_cpu(const Tensor& norm, const OptionalTensor& head, int64_
 void decoder_add_layer_cpu(const Tensor& decoder, Tensors gate_up, const OptionalTensor& down,
                            const OptionalTensor& input_norm, const OptionalTensor& attention_norm,
                            const OptionalTensor& mlp_input_norm, const OptionalTensor& mlp_norm,
-                           int64_t activation_kind, double residual, bool parallel, double output_scale) {
+                           int64_t activation_kind, double residual, bool parallel, double output_scale,
+                           Optional<double> alpha, Optional<double> beta) {
   const DecoderUse found(decoder);
   DecoderPlan& plan = found->plan;
   const int64_t hidden = plan.hidden;
@@ -185,7 +186,7 @@ void decoder_add_layer_cpu(const Tensor& decoder, Tensors gate_up, const Optiona
                2 * intermediate, ", or of up alone, for in_features ", intermediate, " of down");
     W4A8_CHECK(mlp.gated || gate_up.size() == 1, "gate_up has 2 tensors of ", intermediate,
                " out_features together, expected one of up alone, or as many of gate");
-    mlp.activation = activation_of(activation_kind);
+    mlp.activation = activation_of(activation_kind, {}, alpha, beta);
   }
   plan.layers.push_back(std::move(layer));
   found->workers = 0;

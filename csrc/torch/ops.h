@@ -102,7 +102,8 @@ Tensor decoder_create_cpu(const Tensor& norm, const OptionalTensor& head, int64_
 void decoder_add_layer_cpu(const Tensor& decoder, Tensors gate_up, const OptionalTensor& down,
                            const OptionalTensor& input_norm, const OptionalTensor& attention_norm,
                            const OptionalTensor& mlp_input_norm, const OptionalTensor& mlp_norm,
-                           int64_t activation_kind, double residual, bool parallel, double output_scale);
+                           int64_t activation_kind, double residual, bool parallel, double output_scale,
+                           Optional<double> alpha, Optional<double> beta);
 void decoder_add_attention_cpu(const Tensor& decoder, Tensors qkv, const Tensor& out, int64_t heads, int64_t kv_heads,
                                int64_t head_size, double scale, Text kind, int64_t window, bool drops_pages,
                                double soft_cap, const OptionalTensor& sinks, const OptionalTensor& q_norm,

@@ -86,7 +86,7 @@ W4A8_EXPORT at::Tensor int4_gemm_w4a8(const at::Tensor& quant_x, const at::Tenso
 
 /// The fused mixture-of-experts layer. x: [..., H]; topk_ids: int32 or int64 [T, k], -1 skips the slot; topk_weights:
 /// floating [T, k]; w13_packed: uint8 [E, bytes], I2 x H; w2_packed: [E, bytes], H x I. I2: 2 * I (gated) or I.
-/// group_size: -1 is channelwise. activation_kind: 0..7, and limit, alpha, beta, which have a value of the kind's own:
+/// group_size: -1 is channelwise. activation_kind: 0..8, and limit, alpha, beta, which have a value of the kind's own:
 /// docs/numerics.md section 5. Returns the shape and type of x.
 W4A8_EXPORT at::Tensor dynamic_4bit_int_moe(const at::Tensor& x, const at::Tensor& topk_ids,
                                             const at::Tensor& topk_weights, const at::Tensor& w13_packed,

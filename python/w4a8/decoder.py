@@ -11,7 +11,7 @@ import torch
 
 _FIELDS_OF_LAYER = {
     "input_norm", "attention_norm", "mlp_input_norm", "mlp_norm", "activation_kind", "residual", "parallel",
-    "output_scale",
+    "output_scale", "alpha", "beta",
 }  # fmt: skip
 
 

@@ -53,8 +53,8 @@ class Activation(IntEnum):
     """``activation_kind`` of dynamic_4bit_int_moe. g is the gate half of w13, u the up half.
 
     Kinds 0 to 3 compute the formula of SWIGLU_OAI. The defaults of limit, alpha and beta are 7, 1.702 and 1 for
-    SWIGLU_OAI; infinity, 1 and 0 for kinds 0 to 2. The default limit of SWIGLU_STEP is 7. Every kind has an ungated
-    form (docs/numerics.md, section 5).
+    SWIGLU_OAI; infinity, 1 and 0 for kinds 0 to 2; alpha and beta of XIELU are 0.8. The default limit of SWIGLU_STEP is
+    7. Every kind has an ungated form (docs/numerics.md, section 5).
     """
 
     SILU_GATE_UP = 0  # SiLU(g) * u
@@ -65,6 +65,7 @@ class Activation(IntEnum):
     GELU = 5  # GELU(g) * u, by the normal distribution function
     GELU_TANH = 6  # GELU(g) * u, by its tanh approximation
     RELU2 = 7  # max(g, 0)^2 * u
+    XIELU = 8  # (alpha g^2 + g / 2 above 0, else beta (expm1(min(g, -1e-6)) - g) + g / 2) * u
 
 
 class PackedHeader(TypedDict):

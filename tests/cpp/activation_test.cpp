@@ -40,6 +40,9 @@ std::vector<Case> cases() {
   add(ActivationKind::kSwigluStep, 16, 1, 0);
   add(ActivationKind::kSwigluStep, 0.25f, 1, 0);
   add(ActivationKind::kSwigluStep, kInf, 1, 0);
+  add(ActivationKind::kXielu, kInf, 0.25f, 1.5f);
+  add(ActivationKind::kXielu, kInf, -0.7f, -2.5f);
+  add(ActivationKind::kXielu, kInf, 0, 0);
   return all;
 }
 
@@ -169,6 +172,7 @@ TEST_P(ActivationTest, Infinity) {
   EXPECT_EQ(run(4, g, &u)[0], 14.0f);
   EXPECT_EQ(run(7, g, &u)[0], kInf);
   EXPECT_EQ(run(7, minus, &u)[0], 0.0f);
+  EXPECT_EQ(run(8, g, &u)[0], kInf);
   EXPECT_EQ(run(4, u, &g)[0], run(4, u, &u)[0] / 2 * 7);
   // Whatever else becomes of an infinity, it does not become an ordinary number for GELU.
   EXPECT_FALSE(std::isfinite(run(5, g, &u)[0]));

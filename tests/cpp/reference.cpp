@@ -108,6 +108,17 @@ Approximate gelu_tanh(double x) {
   return logistic(x, 2 * t, 7 * kRound);
 }
 
+Approximate xielu(double alpha, double beta, double x) {
+  if (x > 0) {
+    // alpha and its product with x round; then the sum.
+    return {saturate(alpha * x * x + x / 2), kRound, 2 * kRound * std::fabs(alpha) * x * x};
+  }
+  // The limit is -1e-6 as float32 has it. exp - 1 - x: a difference, which rounds, as beta does; then the sum.
+  const double e = std::expm1(min2(static_cast<double>(-1e-6f), x));
+  return {saturate(beta * (e - x) + x / 2), kRound,
+          std::fabs(beta) * (kExpError * std::fabs(e) + 2 * kRound * std::fabs(e - x))};
+}
+
 Approximate activation(int kind, const Numbers& numbers, bool gated, double g, double u) {
   const auto clamped = [&](double v) { return max2(-numbers.limit, min2(numbers.limit, v)); };
   switch (kind) {
@@ -132,6 +143,10 @@ Approximate activation(int kind, const Numbers& numbers, bool gated, double g, d
       const double r = max2(0.0, g);
       const Approximate square = times(exact(r), exact(r));
       return gated ? times(square, exact(u)) : square;
+    }
+    case 8: {
+      const Approximate result = xielu(numbers.alpha, numbers.beta, g);
+      return gated ? times(result, exact(u)) : result;
     }
     default: throw std::invalid_argument("the reference has no activation " + std::to_string(kind));
   }
@@ -371,6 +386,7 @@ std::vector<float> dot_all(const Row& row, const Weights& weights) {
 
 Numbers numbers_of(int kind) {
   if (kind == 3) return {7, 1.702, 1};
+  if (kind == 8) return {std::numeric_limits<double>::infinity(), 0.8, 0.8};
   return {kind == 4 ? 7 : std::numeric_limits<double>::infinity(), 1, 0};
 }
 

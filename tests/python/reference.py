@@ -243,7 +243,7 @@ def activation(kind, g, u, numbers=None):
         with np.errstate(over="ignore"):
             return v / (1 + np.exp(-v))
 
-    own = {3: (7, 1.702, 1), 4: (7, 1, 0)}.get(kind, (np.inf, 1, 0))
+    own = {3: (7, 1.702, 1), 4: (7, 1, 0), 8: (np.inf, 0.8, 0.8)}.get(kind, (np.inf, 1, 0))
     limit, alpha, beta = {**dict(zip(("limit", "alpha", "beta"), own)), **(numbers or {})}.values()
     silu_error = EXP_ERROR + 2 * U
     if kind == 1 and u is not None:
@@ -267,6 +267,12 @@ def activation(kind, g, u, numbers=None):
         relative = EXP_ERROR + 12 * U * np.abs(t) + 3 * U
     elif kind == 7:
         h, relative = np.maximum(0, gate) ** 2 * up, 2 * U
+    elif kind == 8:  # terms of both signs
+        e = np.expm1(np.minimum(F32(-1e-6), gate))
+        above, below = alpha * gate**2, beta * (e - gate)
+        h, relative = (np.where(gate > 0, above, below) + gate / 2) * up, 3 * U
+        off = np.where(gate > 0, 2 * U * np.abs(above), abs(beta) * (EXP_ERROR * np.abs(e) + 2 * U * np.abs(e - gate)))
+        return h, relative * np.abs(h) + off * np.abs(up)
     else:
         raise ValueError(kind)
     # exp(87) is the largest value exp may return: an absolute error below |g u| exp(-87).

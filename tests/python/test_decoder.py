@@ -112,12 +112,12 @@ class Model(Steps):
                  kind="int8", interleaved=False, turned=SIZE, head=True, activation=0, biases=False, matrices="qkv",
                  numbers=None, gated=True, centered=False, biased_norms=False, parallel=False, turn_first=False,
                  projected=("qkv",), v_norm=False, own_norms=False, output_scale=1.0, inputs=None,
-                 **attention):  # fmt: skip
+                 mlp_numbers=None, **attention):  # fmt: skip
         norm = lambda *shape: 1 + 0.2 * torch.randn(shape or ((2, HIDDEN) if biased_norms else (HIDDEN,)))  # noqa: E731
         self.centered, self.parallel, self.turn_first = centered, parallel, turn_first
         self.kind, self.window, self.interleaved, self.experts = kind, window, interleaved, experts
         self.attention, self.activation = {"scale": SIZE**-0.5, "soft_cap": 0.0, "sinks": None} | attention, activation
-        self.numbers = numbers or {}  # of the experts
+        self.numbers, self.mlp_numbers = numbers or {}, mlp_numbers or {}  # of the experts, and of the MLP
         self.up = 2 * INNER if gated else INNER  # rows of up, or of gate and up
         self.inputs, self.output_scale = inputs, output_scale
         self.rope = torch.randn(POSITIONS, turned)
@@ -155,6 +155,7 @@ class Model(Steps):
                 qkv, out, gate_up, down, heads=HEADS, kv_heads=KV, head_size=SIZE, kind=kind, window=window, rope=0,
                 interleaved=interleaved, activation_kind=activation, residual=0.5, parallel=parallel,
                 turn_first=turn_first, projected=makes, output_scale=output_scale, **layer, **self.attention,
+                **self.mlp_numbers,
             )  # fmt: skip
             parts = {"qkv": qkv, "out": out, "gate_up": gate_up, "down": down, "both": both.pack(), "makes": makes}
             if experts:
@@ -244,7 +245,8 @@ class Model(Steps):
         if layer["down"] is not None:
             # An MLP is an expert of weight 1.
             ones = torch.ones(len(x), 1)
-            y = moe(x, torch.zeros(len(x), 1, dtype=torch.int32), ones, layer["both"][None], layer["down"][None])
+            stacks, numbers = (layer["both"][None], layer["down"][None]), self.mlp_numbers
+            y = moe(x, torch.zeros(len(x), 1, dtype=torch.int32), ones, *stacks, **numbers)
         if not self.experts:
             return y
         logits = dots(of_router, layer["router"]) + layer["router_bias"]
@@ -307,6 +309,8 @@ MODELS = {
     "shared": {"experts": 4, "shared": "plain"},
     "shared, gated": {"experts": 4, "shared": "gated"},
     "no gate": {"gated": False, "activation": 7},
+    "apertus": {"gated": False, "activation": 8, "mlp_numbers": {"alpha": 0.3, "beta": 1.7}, "head_norm": "head"},
+    "numbers of an MLP": {"mlp_numbers": {"alpha": 1.3, "beta": 0.5}},
     "command r": {"centered": True, "parallel": True, "head_norm": "apart", "interleaved": True},
     "parallel": {"parallel": True, "experts": 4, "shared": "plain", "four_norms": True},
     "phi-moe": {"centered": True, "biased_norms": True, "biases": True, "experts": 4},
@@ -549,6 +553,8 @@ def test_step_refuses(name, value, message):
         ({"soft_cap": INF}, r"soft_cap is inf, expected 0 \(none\) or a positive number"),
         ({"soft_cap": 1e-300}, r"soft_cap is 1e-300, expected 0 \(none\) or a positive number"),
         ({"activation_kind": 9}, "activation_kind is 9"),
+        ({"activation_kind": 7, "alpha": 1.5}, "alpha is 1.5, expected none with activation_kind 7"),
+        ({"beta": NAN}, "beta is nan, expected a finite number of float32"),
         ({"output_scale": NAN}, "output_scale is nan, expected a finite number of float32"),
         ({"v_norm": torch.ones(64)}, r"v_norm has shape \[64\], expected \[32\]"),
         ({"projected": "kv"}, "projected is 'kv', expected 'qkv', 'qk' or 'q'"),

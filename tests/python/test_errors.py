@@ -226,7 +226,7 @@ def moe_arguments():
     }  # fmt: skip
 
 
-KNOWN_KINDS = r"0 \(SiLU\(g\)\*u\).*1 .*2 .*3 .*4 .*5 .*6 .*7 "
+KNOWN_KINDS = r"0 \(SiLU\(g\)\*u\).*1 .*2 .*3 .*4 .*5 .*6 .*7 .*8 "
 MOE = {
     "x double": ({"x": torch.zeros(5, 64).double()}, r"x has dtype (Double|double), expected float32, bfloat16 or float16"),
     "x 0-D": ({"x": torch.tensor(0.0)}, r"x has no dimensions, expected \[\.\.\., H\]"),
@@ -252,7 +252,7 @@ MOE = {
     "group does not divide H": ({"group_size": 96}, r"group_size is 96, expected .* divides H = 64"),
     "group does not divide I": ({"group_size": 64}, r"group_size is 64, expected .* divides I = 32"),
     "kind -1": ({"activation_kind": -1}, r"activation_kind is -1, expected " + KNOWN_KINDS),
-    "kind 8": ({"activation_kind": 8}, r"activation_kind is 8, expected " + KNOWN_KINDS),
+    "kind 9": ({"activation_kind": 9}, r"activation_kind is 9, expected " + KNOWN_KINDS),
     "limit NaN": ({"limit": float("nan")}, r"limit is nan, expected a number above 0"),
     "limit 0": ({"limit": 0.0}, r"limit is 0, expected a number above 0"),
     "limit below 0": ({"limit": -7.0, "activation_kind": 4}, r"limit is -7, expected a number above 0"),
@@ -262,6 +262,7 @@ MOE = {
     "alpha that float32 has not": ({"alpha": 1e300}, r"alpha is 1e\+300, expected a finite number"),
     "beta infinite": ({"beta": float("-inf"), "activation_kind": 3}, r"beta is -inf, expected a finite number"),
     "limit of GELU": ({"limit": 7.0, "activation_kind": 5}, r"limit is 7, expected none with activation_kind 5"),
+    "limit of xIELU": ({"limit": 7.0, "activation_kind": 8}, r"limit is 7, expected none with activation_kind 8"),
     "limit of ReLU2": ({"limit": 7.0, "activation_kind": 7}, r"limit is 7, expected none with activation_kind 7"),
     "alpha of the step": ({"alpha": 1.0, "activation_kind": 4}, r"alpha is 1, expected none with activation_kind 4"),
     "beta of GELU": ({"beta": 0.0, "activation_kind": 6}, r"beta is 0, expected none with activation_kind 6"),
@@ -336,7 +337,7 @@ def test_ten_arguments_check_the_same():
     arguments = moe_arguments()
     del arguments["I2"]
     op = torch.ops.w4a8.dynamic_4bit_int_moe.gated
-    refuse(lambda: op(**{**arguments, "activation_kind": 8}), "activation_kind is 8, expected " + KNOWN_KINDS)
+    refuse(lambda: op(**{**arguments, "activation_kind": 9}), "activation_kind is 9, expected " + KNOWN_KINDS)
     refuse(lambda: op(**{**arguments, "I": 64}), r"w13_packed: n \(out_features\) is 64, expected 128")
 
 

@@ -231,22 +231,26 @@ def test_steps(data):
     scale=st.sampled_from([0.1, 0.0, -1.0, float("nan"), float("inf"), 1e39]),
     residual=st.sampled_from([1.0, 0.0, float("nan"), float("-inf"), 1e39]),
     rope=st.sampled_from([-(2**31), -1, 0, 1, 2**31]),
+    alpha=st.sampled_from([0.8, 0.0, -1.0, float("nan"), float("inf"), 1e39]),
+    beta=st.sampled_from([0.8, 0.0, -1.0, float("nan"), float("-inf"), 1e39]),
 )
-def test_numbers_of_a_layer(window, soft_cap, scale, residual, rope):
+def test_numbers_of_a_layer(window, soft_cap, scale, residual, rope, alpha, beta):
     """A layer is added, or refused with the number's name; what was added runs."""
     model = Model(layers=1)
     parts = model.layers[0]
     given = {"window": window, "soft_cap": soft_cap, "scale": scale, "residual": residual, "rope": rope}
+    given |= {"alpha": alpha, "beta": beta}
     decoder = w4a8.decoder.Decoder(model.norm, None, hidden_size=HIDDEN, eps=1e-5)
     try:
         decoder.add_layer(
             parts["qkv"], parts["out"], parts["gate_up"], parts["down"], heads=6, kv_heads=KV, head_size=SIZE,
-            kind=model.kind, **given,
+            kind=model.kind, activation_kind=8, **given,
         )  # fmt: skip
     except (RuntimeError, ValueError, TypeError) as error:
         assert any(name in str(error) for name in given), str(error)
         return
     assert window >= 0 and abs(scale) < 1e38 and abs(residual) < 1e38 and 0 <= soft_cap < 1e38
+    assert abs(alpha) < 1e38 and abs(beta) < 1e38
     lengths, tables = [3], model.tables([3], [3])
     try:
         found = decoder.step(torch.randn(3, HIDDEN), torch.arange(3), model.caches, tables, [model.rope])

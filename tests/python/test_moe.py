@@ -39,6 +39,7 @@ NUMBERS = [
     (w4a8.Activation.SWIGLU_OAI, {"limit": float("inf"), "alpha": 1.3, "beta": 0.0}),
     (w4a8.Activation.SWIGLU_STEP, {"limit": 0.5}),
     (w4a8.Activation.SWIGLU_STEP, {"limit": 16.0}),
+    (w4a8.Activation.XIELU, {"alpha": 0.25, "beta": 1.5}),
 ]
 
 

@@ -157,3 +157,25 @@ def test_prompts_of_shared_keys(tmp_path):
         off = (got - expected).square().mean(-1).sqrt() / expected.std()
         assert off.quantile(0.1) < 1e-5
         assert off.median() < 1e-3
+
+
+@torch.no_grad()
+def test_numbers_of_xielu(tmp_path):
+    """Each layer's own, which are read again when they change; other constants are not those of the operator."""
+    model = load("apertus", tmp_path)
+    undo = fast_attention(model)
+    own = logits(model)
+    undo()
+    fuse(model)
+    first = logits(model)
+    acts = [layer.mlp.act_fn for layer in model.model.layers]
+    assert len({act.alpha_p.item() for act in acts}) > 1
+    assert len({act.alpha_n.item() for act in acts}) > 1
+    for name in ("alpha_p", "alpha_n"):
+        getattr(acts[1], name).add_(1.0)
+        assert (logits(model) - first).abs().median() > 0.01 * own.std(), name
+        getattr(acts[1], name).sub_(1.0)
+    other = load("apertus", tmp_path)
+    other.model.layers[2].mlp.act_fn.beta.fill_(0.25)
+    with pytest.raises(ValueError, match=r"xIELU has beta 0\.25 and eps -1e-06, expected 0.5 and -1e-06"):
+        fuse(other)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+
+from w4a8.ops import Activation
 
 
 class GateNumbers(NamedTuple):
@@ -98,3 +102,22 @@ def kernel_activation_kind(activation: MoEActivation) -> int:
     if not isinstance(activation, MoEActivation):
         raise ValueError(f"Unsupported activation '{activation}'")
     return _KERNEL_KINDS[activation.value[: -len("_no_mul")] if not activation.is_gated else activation.value]
+
+
+def xielu_fields(module: Any) -> dict[str, Any]:
+    """The arguments of ``Decoder.add_layer`` for a module of xIELU.
+
+    Args:
+        module: of transformers or of vLLM, whose attributes are the same. alpha and beta are made in the type of its
+            parameters, as it does itself.
+
+    Raises:
+        ValueError: its constants are not those of the operator; names them.
+    """
+    constants = float(module.beta), float(module.eps)
+    if constants[0] != 0.5 or not abs(constants[1] + 1e-6) <= 2.0**-8 * 1e-6:  # eps as bfloat16 has it, too
+        raise ValueError(f"xIELU has beta {constants[0]:g} and eps {constants[1]:g}, expected 0.5 and -1e-06")
+    softplus = torch.nn.functional.softplus
+    with torch.no_grad():
+        alpha, beta = softplus(module.alpha_p), module.beta + softplus(module.alpha_n)
+    return {"activation_kind": int(Activation.XIELU), "alpha": float(alpha), "beta": float(beta)}

@@ -19,6 +19,7 @@ _FOUR: Norms = (
     ("mlp_norm", "post_feedforward_layernorm"),
 )
 _TWO_OF_LFM2: Norms = (("input_norm", "operator_norm"), ("mlp_input_norm", "ffn_norm"))
+_TWO_OF_APERTUS: Norms = (("input_norm", "attention_layernorm"), ("mlp_input_norm", "feedforward_layernorm"))
 _ONE: Norms = _TWO[:1]
 _TWO_OF_BAMBA: Norms = (("input_norm", "input_layernorm"), ("mlp_input_norm", "pre_ff_layernorm"))
 _BEHIND: Norms = (("attention_norm", "post_attention_layernorm"), ("mlp_norm", "post_feedforward_layernorm"))
@@ -289,6 +290,7 @@ FAMILIES = {
     ),
     "minimax_m2": Family("minimax_m2.MiniMaxM2", (), "MoE", mlp_at="block_sparse_moe"),
     "ministral3": Family(),
+    "apertus": Family("apertus.Apertus", norms=_TWO_OF_APERTUS),
     "olmo2": Family(_of_transformers("olmo2", "Olmo2"), norms=_BEHIND),
     "olmo3": Family(_of_transformers("olmo3", "Olmo3"), norms=_BEHIND),
     "olmo_hybrid": Family(norms=_BEHIND, linear_norms=_TWO),

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from w4a8.checkpoint.routers import router_in_config
+from w4a8.core.activation import xielu_fields
 from w4a8.core.families import FAMILIES
 from w4a8.core.matrix import matrix_of
 from w4a8.core.product_factors import product_factors
@@ -242,8 +243,9 @@ class Stack:
         """The fields of ``Decoder.add_layer`` for an MLP."""
         family = self.family
         parts = ("gate_proj", "up_proj") if hasattr(mlp, family.name("gate_proj")) else ("up_proj",)
+        is_xielu = getattr(self.config, "hidden_act", None) == "xielu"
         return {
-            "activation_kind": self._activation(),
+            **(xielu_fields(mlp.act_fn) if is_xielu else {"activation_kind": self._activation()}),
             "gate_up": self._joined(mlp, family.name("gate_up_proj"), parts),
             "down": self._packed(mlp, family.name("down_proj")),
         }

@@ -17,7 +17,7 @@ from vllm.model_executor.layers.rotary_embedding.phi3_long_rope_scaled_rope impo
 
 from w4a8 import ops
 from w4a8.checkpoint.routers import router_in_config
-from w4a8.core.activation import MoEActivation, as_activation, kernel_activation_kind
+from w4a8.core.activation import MoEActivation, as_activation, kernel_activation_kind, xielu_fields
 from w4a8.core.families import FAMILIES, Family
 from w4a8.integrations.rotary import FIXED, angles
 from w4a8.integrations.vllm import attention, settings
@@ -271,18 +271,31 @@ def mlp_fields(module: Any, family: Family) -> dict[str, Any]:
     Raises:
         Unfit: the MLP is not packed, or has another activation.
     """
-    act = module.act_fn
+    both = family.name("gate_up_proj")
+    return {
+        "gate_up": without_bias(getattr(module, both if hasattr(module, both) else "up_proj")),
+        "down": only(getattr(module, family.name("down_proj"))),
+        **_activation_fields(module.act_fn),
+    }
+
+
+def _activation_fields(act: Any) -> dict[str, Any]:
+    """The activation and its numbers.
+
+    Raises:
+        Unfit: a decoder does not have it.
+    """
+    if type(act).__name__ == "XIELU":
+        try:
+            return xielu_fields(act)
+        except ValueError as error:
+            raise Unfit(str(error)) from error
     kind = _ACTIVATIONS.get(type(act).__name__)
     if kind is None:
         raise Unfit(f"there is no table for {type(act).__name__}")
     if kind == MoEActivation.GELU and act.approximate == "tanh":
         kind = MoEActivation.GELU_TANH
-    both = family.name("gate_up_proj")
-    return {
-        "gate_up": without_bias(getattr(module, both if hasattr(module, both) else "up_proj")),
-        "down": only(getattr(module, family.name("down_proj"))),
-        "activation_kind": kernel_activation_kind(kind),
-    }
+    return {"activation_kind": kernel_activation_kind(kind)}
 
 
 def _routing(runner: Any, block: Any, family: Family) -> dict[str, Any]:
