@@ -3,22 +3,36 @@
     w4a8 chat MODEL                    a model with a chat template answers, another one continues the text
     echo "def " | w4a8 chat MODEL --raw
 
-Floats are rounded while they are loaded. An empty line, or the end of the input, ends it.
+Floats are rounded while they are loaded. An empty line, or the end of the input, ends it. Text of several lines begins
+and ends with three quotation marks. /help lists the commands.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import re
 import sys
 import time
-from itertools import pairwise, takewhile
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from w4a8.command import model_loading
+from w4a8.checkpoint.gguf_file import GGUFFile, is_gguf
+from w4a8.command import model_loading, sampling
+from w4a8.command.conversation import Conversation, tell, thinking_switch
 from w4a8.command.model import HELP, find
-from w4a8.command.report import number
+from w4a8.command.report import UsageError, number
+
+_COMMANDS = {
+    "/clear": "forget the conversation, but not the system prompt",
+    "/system": "TEXT: a new system prompt, or none",
+    "/retry": "another answer to the last question",
+    "/save": "FILE: write the messages as JSON",
+    "/help": "this list",
+}
+_QUOTES = '"""'
 
 
 class Bytes:
@@ -37,10 +51,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``w4a8 chat``."""
     parser.add_argument("model", metavar="MODEL", help=HELP)
     parser.add_argument("--raw", action="store_true", help="continue the text instead of answering in the chat format")
+    parser.add_argument("--system", metavar="TEXT", help="the system prompt")
+    parser.add_argument(
+        "--think", action=argparse.BooleanOptionalAction, help="switch thinking on or off, where the chat template can"
+    )
     parser.add_argument("--max-new-tokens", type=number(int, 1), default=512, help="of an answer (%(default)s)")
-    parser.add_argument("--temperature", type=number(float, 0), default=0.7, help="0 is greedy (%(default)s)")
+    parser.add_argument(
+        "--ctx", type=number(int, 2), metavar="N", help="the most tokens of a conversation; the default is the model's"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of random numbers (%(default)s)")
     parser.add_argument("--threads", type=number(int, 1), help="of torch; the default is one per core")
+    sampling.add_options(parser)
     model_loading.add_options(parser)
 
 
@@ -56,26 +77,46 @@ def run(args: argparse.Namespace) -> int:
         if model.config.vocab_size != 256:
             raise ValueError(f"{args.model} has no tokenizer")
         tokenizer = Bytes()
-    _tell(f"loaded in {time.perf_counter() - begin:.1f} s")
+    tell(f"loaded in {time.perf_counter() - begin:.1f} s")
     _speed_up(model)
+    if report is not None:
+        tell(str(report).splitlines()[0])
+    conversation = _conversation(args, path, model, tokenizer)
+    while True:
+        text = _read()
+        if not text:
+            return 0
+        if not (conversation.chat and _command(conversation, text)):
+            conversation.ask(text)
+
+
+def _conversation(args: argparse.Namespace, path: Path, model: Any, tokenizer: Any) -> Conversation:
     from w4a8.integrations.transformers.kept_text import KeptText
 
-    kept = KeptText(model)
-    if report is not None:
-        _tell(str(report).splitlines()[0])
-    options = {"max_new_tokens": args.max_new_tokens, "do_sample": args.temperature > 0, "num_beams": 1}
-    if args.temperature > 0:
-        options["temperature"] = args.temperature
-    messages = None if args.raw or getattr(tokenizer, "chat_template", None) is None else []
-    if messages is None and not args.raw:
-        _tell("there is no chat template: the model continues the text")
-    while True:
-        if sys.stdin.isatty():
-            print("> ", end="", flush=True)
-        line = sys.stdin.readline().rstrip("\r\n")
-        if not line:
-            return 0
-        _answer(kept, tokenizer, line, messages, options)
+    template = getattr(tokenizer, "chat_template", None)
+    if template is None and not args.raw:
+        tell("there is no chat template: the model continues the text")
+    chat, variables = template is not None and not args.raw, {}
+    if not chat and (args.system is not None or args.think is not None):
+        raise UsageError("--system and --think are for answers in the chat format, not for text that is continued")
+    if args.think is not None:
+        switch = thinking_switch(str(template))
+        if switch is None:
+            raise UsageError(f"the chat template of {args.model} has no switch for thinking: leave --think out")
+        variables[switch] = args.think
+    keys = GGUFFile(path).keys if is_gguf(path) else {}
+    options, said = sampling.settings(args, model.generation_config, keys)
+    tell(said)
+    context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return Conversation(
+        KeptText(model),
+        tokenizer,
+        {**options, "max_new_tokens": args.max_new_tokens, "num_beams": 1},
+        chat=chat,
+        system=args.system,
+        template=variables,
+        context=args.ctx or context,
+    )
 
 
 def _speed_up(model: Any) -> None:
@@ -85,85 +126,70 @@ def _speed_up(model: Any) -> None:
     try:
         fuse(model)
     except ValueError as error:
-        _tell(f"the layers run one by one: {error}")
+        tell(f"the layers run one by one: {error}")
         try:
             fast_attention(model)
         except ValueError as reason:
-            _tell(f"attention is transformers' own: {reason}")
+            tell(f"attention is transformers' own: {reason}")
 
 
-def _tell(text: str) -> None:
-    print(f"[{text}]", file=sys.stderr, flush=True)
+def _read() -> str:
+    """The next text; of several lines between three quotation marks. Nothing: the end."""
+    line = _line("> ")
+    if line is None or not line.startswith(_QUOTES):
+        return line or ""
+    lines = [line[len(_QUOTES) :]]
+    while not lines[-1].endswith(_QUOTES):
+        line = _line(". ")
+        if line is None:
+            return "\n".join(lines)
+        lines.append(line)
+    return "\n".join(lines)[: -len(_QUOTES)]
 
 
-def _counter(tokenizer: Any) -> Any:
-    """A streamer that writes text as it comes. ``times``: when the prompt was given, and when each token came."""
-    from transformers import TextStreamer
-
-    class Counter(TextStreamer):
-        def __init__(self) -> None:
-            super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-            self.times = [time.perf_counter()]
-
-        def put(self, value: torch.Tensor) -> None:
-            if not self.next_tokens_are_prompt:  # the first call has the prompt
-                self.times.append(time.perf_counter())
-            super().put(value)
-
-    return Counter()
-
-
-def speeds(prompt_tokens: int, kept: int, times: list[float]) -> str:
-    """The speed of reading the prompt and of writing the answer, in tokens per second, as text.
-
-    Args:
-        prompt_tokens: length of the prompt.
-        kept: how many of them were not read again.
-        times: in seconds: when the prompt was given, and when each token came.
-    """
-    steps = [later - earlier for earlier, later in pairwise(times)]
-    if not steps:
-        return "nothing written"
-    known = f", {kept} of them from before" if kept else ""
-    text = f"prompt of {prompt_tokens} tokens{known}: {(prompt_tokens - kept) / steps[0]:.1f} tokens/s"
-    written = steps[1:]
-    return text + (f"; {len(steps)} written: {len(written) / sum(written):.1f} tokens/s" if written else "")
-
-
-def _answer(
-    kept: Any, tokenizer: Any, text: str, messages: list[dict[str, str]] | None, options: dict[str, Any]
-) -> None:
-    """Streams the answer of the model. ``text`` and the answer are added to the conversation, ``messages``."""
-    stable = 0
-    if messages is None:
-        ids = tokenizer(text, return_tensors="pt")["input_ids"]
-    else:
-        messages.append({"role": "user", "content": text})
-        ids, stable = _prompt(tokenizer, messages)
-    prompt = ids.shape[1]
-    streamer = _counter(tokenizer)
-    pad = kept.model.config.pad_token_id or 0
-    try:
-        written = kept.generate(ids, stable, streamer=streamer, pad_token_id=pad, **options)
-    except (TypeError, AttributeError, LookupError) as error:  # of generation_config.json, say
-        raise ValueError(f"transformers cannot generate: {type(error).__name__}: {error}") from error
-    if messages is not None:
-        reply = tokenizer.decode(written[0, prompt:], skip_special_tokens=True)
-        messages.append({"role": "assistant", "content": reply})
-    sys.stdout.flush()
-    _tell(speeds(prompt, prompt - kept.read, streamer.times))
-
-
-def _prompt(tokenizer: Any, messages: list[dict[str, str]]) -> tuple[torch.Tensor, int]:
-    """The tokens [1, n] of a conversation, and how many of the first ones do not belong to the call for an answer."""
-    found = []
-    for asks in (True, False):
+def _line(prompt: str) -> str | None:
+    """A line of the input, without its end; None: there is no further one."""
+    if not sys.stdin.isatty():
+        line = sys.stdin.readline()
+        return line.rstrip("\r\n") if line else None
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 (arrows and history of input())
+    while True:
         try:
-            made = tokenizer.apply_chat_template(
-                messages, add_generation_prompt=asks, return_tensors="pt", return_dict=True
-            )
-        except Exception as error:  # the template is code of the model's author and may raise any error
-            raise ValueError(f"the chat template fails: {error}; --raw does without") from error
-        found.append(made["input_ids"])
-    pairs = zip(found[0][0].tolist(), found[1][0].tolist())
-    return found[0], sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            return input(prompt)
+        except EOFError:
+            print()
+            return None
+        except KeyboardInterrupt:
+            print()
+            tell("an empty line ends it")
+
+
+def _command(conversation: Conversation, text: str) -> bool:
+    """Does what a line that begins with / says; returns whether it is a command."""
+    name, _, rest = text.partition(" ")
+    rest = rest.strip()
+    if not re.fullmatch(r"/[a-z]+", name):
+        return False
+    if name == "/clear":
+        conversation.clear()
+    elif name == "/system":
+        conversation.set_system(rest)
+    elif name == "/retry":
+        question = conversation.take_back()
+        if question is None:
+            tell("there is no question yet")
+        else:
+            conversation.ask(question)
+    elif name == "/save" and rest:
+        try:
+            conversation.save(Path(rest))
+            tell(f"written: {rest}")
+        except OSError as error:
+            tell(f"not written: {error}")
+    else:
+        if name not in _COMMANDS:
+            tell(f"there is no {name}")
+        for each, does in _COMMANDS.items():
+            tell(f"{each} {does}")
+    return True
