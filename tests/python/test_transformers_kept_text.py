@@ -1,9 +1,12 @@
 """KeptText: what is read again of a conversation, counted, and that the answers are those of reading everything."""
 
+import json
+
 import pytest
 
 transformers = pytest.importorskip("transformers", minversion="5.19")
 
+import safetensors.torch  # noqa: E402
 import torch  # noqa: E402
 from common import assert_same_bits  # noqa: E402
 from test_transformers_attention import COMMON, make_model  # noqa: E402
@@ -113,6 +116,25 @@ def test_a_changed_beginning(name, tmp_path, read):
     check_bits(conversation.kept)
 
 
+@pytest.mark.parametrize("name", ["Llama", "Gemma3", "Qwen3_5", "NemotronH", "FalconH1", "Lfm2"])
+def test_stored(name, tmp_path, read):
+    """Behind a file nothing is read again; nor before a hybrid's copy of its states."""
+    conversation, other = (Conversation(make(name, tmp_path), read) for _ in range(2))
+    other.kept.model = conversation.kept.model
+    whole = conversation.ask(said(300, 1), 290, reads=300)
+    tensors, facts = conversation.kept.state()
+    safetensors.torch.save_file(tensors, tmp_path / "stored")
+    other.kept.restore(safetensors.torch.load_file(tmp_path / "stored"), json.loads(json.dumps(facts)))
+    other.ask(torch.cat([whole, said(20, 2)], 1), 0, reads=21)
+    check_bits(other.kept)
+    other.kept.restore(tensors, facts)
+    whole[0, 291] = (whole[0, 291] + 1) % 60
+    other.ask(whole[:, :301], 0, reads=11 if name in HYBRIDS else 10)
+    check_bits(other.kept)
+    other.kept.restore({}, {})
+    assert other.kept.ids == [] and other.kept.cache is None
+
+
 def test_of_floats(tmp_path, read):
     """Over transformers' own cache, whose windows drop tokens: a copy of them, as of states."""
     model = make_model("Gemma3")
@@ -124,6 +146,7 @@ def test_of_floats(tmp_path, read):
     whole[0, -5] = (whole[0, -5] + 1) % 60
     conversation.ask(whole, 0, reads=22)  # the ten behind the copy, and the answer
     conversation.ask(first, 0, reads=200)
+    assert conversation.kept.state() == ({}, {})
 
 
 def test_what_is_not_kept(read, monkeypatch):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from w4a8.checkpoint.gguf_file import GGUFFile, is_gguf
-from w4a8.command import model_loading, sampling
+from w4a8.command import model_loading, sampling, session
 from w4a8.command.conversation import Conversation, tell, thinking_switch
 from w4a8.command.model import HELP, find
 from w4a8.command.report import UsageError, number
@@ -59,6 +59,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ctx", type=number(int, 2), metavar="N", help="the most tokens of a conversation; the default is the model's"
     )
+    parser.add_argument(
+        "--session", type=Path, metavar="FILE", help="go on with the conversation in FILE, and keep it there"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of random numbers (%(default)s)")
     parser.add_argument("--threads", type=number(int, 1), help="of torch; the default is one per core")
     sampling.add_options(parser)
@@ -82,12 +85,37 @@ def run(args: argparse.Namespace) -> int:
     if report is not None:
         tell(str(report).splitlines()[0])
     conversation = _conversation(args, path, model, tokenizer)
+    made_with = _open_session(args, path, conversation)
     while True:
         text = _read()
         if not text:
             return 0
         if not (conversation.chat and _command(conversation, text)):
             conversation.ask(text)
+        if made_with is not None:
+            try:
+                session.save(args.session, made_with, conversation.messages, conversation.kept)
+            except (OSError, RuntimeError) as error:  # safetensors has a class of its own for a full disk
+                tell(f"{args.session} is not written: {error}")
+
+
+def _open_session(args: argparse.Namespace, path: Path, conversation: Conversation) -> dict[str, Any] | None:
+    """Goes on with the session's conversation, if there is one. What the session is made with; None: there is none."""
+    if args.session is None:
+        return None
+    if not conversation.chat:
+        raise UsageError("--session is for answers in the chat format, not for text that is continued")
+    from w4a8.integrations.transformers.fast import cache_kind
+
+    made_with = session.identity(path, args, cache_kind(conversation.kept.model))
+    if args.session.exists():
+        conversation.messages = session.load(args.session, made_with, conversation.kept)
+        if args.system is not None:
+            conversation.set_system(args.system)
+        tell(f"{args.session}: {len(conversation.messages)} messages, {len(conversation.kept.ids)} tokens are kept")
+    elif not args.session.parent.is_dir():
+        raise UsageError(f"--session {args.session}: there is no folder {args.session.parent}")
+    return made_with
 
 
 def _conversation(args: argparse.Namespace, path: Path, model: Any, tokenizer: Any) -> Conversation:

@@ -62,6 +62,7 @@ class Conversation:
     def clear(self) -> None:
         """Forgets all but the system prompt."""
         self.messages = [each for each in self.messages if each["role"] == "system"]
+        self.kept.clear()
 
     def take_back(self) -> str | None:
         """Removes the last question and its answer; returns the question, None if there is none."""

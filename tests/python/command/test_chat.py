@@ -191,6 +191,57 @@ def test_a_full_conversation(with_words, monkeypatch, capsys):
     assert "[full: 12 tokens of the conversation, 9 are the most (--ctx); /clear begins a new one]" in err
 
 
+def test_a_session(with_words, tmp_path, monkeypatch, capsys):
+    """Two runs say what one says, and the second one reads its own tokens alone."""
+    file, options = tmp_path / "one.session", (with_words, "--max-new-tokens", "3")
+    _, expected, _ = talk(monkeypatch, capsys, "w1 w2\nw3\n", *options)
+    _, first, _ = talk(monkeypatch, capsys, "w1 w2\n", *options, "--session", file)
+    code, second, err = talk(monkeypatch, capsys, "w3\n", *options, "--session", file)
+    assert code == 0 and first + second == expected
+    assert "2 messages, 6 tokens are kept]" in err and "[prompt of 10 tokens, 6 of them from before:" in err
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["model", "one.session"]
+    assert talk(monkeypatch, capsys, "/clear\n", *options, "--session", file)[0] == 0
+    _, again, err = talk(monkeypatch, capsys, "w1 w2\n", *options, "--session", file)
+    assert again == first and ": 0 messages," in err
+
+
+def test_a_session_that_is_wrong(with_words, tmp_path, monkeypatch, capsys):
+    """Is named, and stays as it was."""
+    file, options = tmp_path / "one.session", (with_words, "--max-new-tokens", "3")
+    talk(monkeypatch, capsys, "w1 w2\n", *options, "--session", file)
+    whole = file.read_bytes()
+
+    def refused(expected, *more):
+        before = file.read_bytes()
+        code, out, err = talk(monkeypatch, capsys, "w3\n", *options, "--session", file, *more)
+        assert code == 1 and out == "" and f"w4a8: {file} is {expected}" in err
+        assert file.read_bytes() == before
+
+    for changed in (
+        whole[:-1],
+        b"",
+        whole[:7],
+        b"no session at all",
+        whole[:-40] + bytes([whole[-40] ^ 1]) + whole[-39:],
+    ):
+        file.write_bytes(changed)
+        refused("no session, or damaged: ")
+    file.write_bytes(whole.replace(b"w1 w2", b"w1 w3"))
+    refused("no session, or damaged: its checksum differs")
+    file.write_bytes(whole)
+    refused("a session of another settings: ", "--activation-group", "-1")
+    monkeypatch.setattr(w4a8, "__version__", "0")
+    refused("a session of another version: ")
+    monkeypatch.undo()
+    config = with_words / "config.json"
+    config.write_text(config.read_text() + " ")
+    refused("a session of another model")
+    code, _, err = talk(monkeypatch, capsys, "w3\n", *options, "--raw", "--session", file)
+    assert code == 2 and "--session is for answers in the chat format" in err
+    code, _, err = talk(monkeypatch, capsys, "w3\n", *options, "--session", tmp_path / "none" / "file")
+    assert code == 2 and "there is no folder" in err
+
+
 NOTHING = argparse.Namespace(temperature=None, top_k=None, top_p=None, min_p=None, repetition_penalty=None)
 
 
@@ -266,11 +317,12 @@ def test_on_a_terminal(with_words):
 
     def wait_for(text, interrupt=False):
         nonlocal screen
-        end = time.monotonic() + 120
+        begin = sent = time.monotonic()
         while text not in screen:
-            assert time.monotonic() < end, (text, screen)
-            if interrupt:  # again: readline sees none that comes before it waits for a key
+            assert time.monotonic() < begin + 120, (text, screen)
+            if interrupt and time.monotonic() > sent + 5:  # readline sees none that comes before it waits for a key
                 child.send_signal(signal.SIGINT)
+                sent = time.monotonic()
             if select.select([ours], [], [], 1)[0]:
                 screen += os.read(ours, 4096)
         before, _, screen = screen.partition(text)

@@ -9,7 +9,7 @@ import torch
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
 
-from w4a8.integrations.transformers.cache import PackedLayer, W4A8Cache
+from w4a8.integrations.transformers.cache import PAGE, PackedLayer, Sequence, W4A8Cache
 from w4a8.integrations.transformers.fast import cache_kind
 
 # Layers of transformers' caches that can be cut anywhere, by their names: older versions lack some.
@@ -71,6 +71,44 @@ class KeptText:
             self._copy = None
         return written
 
+    def state(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        """Tensors, and facts in types of JSON, for :meth:`restore`. Of another cache than W4A8Cache there are none."""
+        if not isinstance(self.cache, W4A8Cache) or not all(map(_can_be_stored, self.cache.layers)):
+            return {}, {}
+        (row,) = self.cache.pages.sequences
+        tensors, facts = {"ids": torch.tensor(self.ids)}, {"copy": None if self._copy is None else self._copy[0]}
+        for i, layer in enumerate(self.cache.layers):
+            if isinstance(layer, PackedLayer):
+                tensors[f"pages.{i}"], facts[f"value_size.{i}"] = layer.cache[row.pages], layer.value_size
+            for when, states in (("now", _states(layer)), ("copy", self._copy[1][i] if self._copy else {})):
+                for name, value in states.items():
+                    if isinstance(value, dict):  # of each state of the layer
+                        for key, each in value.items():
+                            where = tensors if isinstance(each, torch.Tensor) else facts
+                            where[f"{when}.{i}.{name}.{key}"] = each
+                    elif name not in ("device", "dtype"):
+                        facts[f"{when}.{i}.{name}"] = value
+        return {name: tensor.contiguous() for name, tensor in tensors.items()}, facts
+
+    def restore(self, tensors: dict[str, torch.Tensor], facts: dict[str, Any]) -> None:
+        """Makes this the text that :meth:`state` is of, of an equal model with an equal cache."""
+        self.clear()
+        if not tensors:
+            return
+        self.ids, self.cache = tensors["ids"].tolist(), _new_cache(self.model)
+        count = len(self.ids)
+        for i, layer in enumerate(self.cache.layers):
+            if isinstance(layer, PackedLayer):
+                layer.cache, layer.value_size = tensors[f"pages.{i}"], facts[f"value_size.{i}"]
+                layer.columns, layer.is_initialized = count, True
+            vars(layer).update(_stored("now", i, {**tensors, **facts}))
+        if facts["copy"] is not None:
+            copies = [_stored("copy", i, {**tensors, **facts}) for i in range(len(self.cache.layers))]
+            self._copy = facts["copy"], copies
+        pages = self.cache.pages
+        pages.columns, pages.count = count, -(-count // PAGE)
+        pages.sequences = [Sequence(count, list(range(pages.count)))]
+
     def _begin(self, tokens: list[int]) -> int:
         """Cuts the cache back to the tokens that it keeps of a text, all but one at most; returns how many."""
         count = _equal(self.ids, tokens[:-1])
@@ -119,6 +157,28 @@ def _states(layer: Any) -> dict[str, Any]:
             return {}
         return {name: vars(layer)[name] for name in vars(LinearAttentionLayer())}
     return {} if type(layer).__name__ in _CUT_ANYWHERE else dict(vars(layer))
+
+
+def _can_be_stored(layer: Any) -> bool:
+    if isinstance(layer, PackedLayer):
+        return layer.cache is not None and layer.stock is None
+    return type(layer) is LinearAttentionLayer or type(layer).__name__ == "DummyLayer"
+
+
+def _stored(when: str, index: int, everything: dict[str, Any]) -> dict[str, Any]:
+    """The states of a layer, as ``KeptText.state`` has them."""
+    found: dict[str, Any] = {}
+    begin = f"{when}.{index}."
+    for key, value in everything.items():
+        if key.startswith(begin):
+            name, _, number = key[len(begin) :].partition(".")
+            if number:
+                found.setdefault(name, {})[int(number)] = value
+            else:
+                found[name] = value
+            if isinstance(value, torch.Tensor) and name == "conv_states":
+                found["device"], found["dtype"] = value.device, value.dtype
+    return found
 
 
 def _cut(cache: Any, count: int) -> None:
