@@ -343,11 +343,11 @@ def digest_of(tensors):
 # ---- blocks ----
 
 
-def blocks(tensor, kind):
-    """(type, blocks) of a tensor of multiples of STEP: exactly these numbers."""
-    codes = (tensor / STEP).to(torch.int8).numpy()
+def blocks(tensor, kind, step=STEP):
+    """(type, blocks) of a tensor of multiples of a power of two: exactly these numbers."""
+    codes = (tensor / step).to(torch.int8).numpy()
     codes = codes.reshape(*codes.shape[:-1], -1, gguf_files.BLOCKS[kind])
-    scale = np.full((*codes.shape[:-1], 1), STEP, np.float16).view(np.uint8)
+    scale = np.full((*codes.shape[:-1], 1), step, np.float16).view(np.uint8)
     ones, parts = np.ones((*codes.shape[:-1], 4), np.uint8), codes.reshape(*codes.shape[:-1], -1, 32)
     if kind == "Q8_0":
         data = scale, codes.view(np.uint8)
@@ -379,14 +379,20 @@ def write(name, model, folder, quantized=False, change=dict, types=("Q4_0", "Q8_
         keys: others than those of the script.
     """
     found = written_by_llama_cpp(name)
-    tensors, kinds = change(Written(model, found["architecture"]).tensors | beside(name)), 0
+    tensors = change(Written(model, found["architecture"]).tensors | beside(name))
+    return put(folder, found["architecture"], found["keys"] | keys, tensors, quantized, types)
+
+
+def put(folder, architecture, keys, tensors, quantized=True, types=("Q4_0", "Q8_0"), **steps):
+    """model.gguf in a folder, as `write`; steps: of tensors that are other multiples than those of STEP."""
+    kinds = 0
     for key, tensor in tensors.items():
         is_whole = tensor.shape[-1] % gguf_files.BLOCKS[types[0]] == 0
         is_matrix = tensor.dim() > 1 and is_whole and not key.endswith(("_inp.weight", "conv.weight"))
         if quantized and is_matrix and key.endswith(".weight") and "indexer" not in key and "ssm_norm" not in key:
             kinds += "_up_" not in key  # gate and up of experts are of one type
-            tensors[key] = blocks(tensor, types[kinds % 2])
-    return gguf_files.write(folder / "model.gguf", found["architecture"], found["keys"] | keys, tensors)
+            tensors[key] = blocks(tensor, types[kinds % 2], steps.get(key.removesuffix(".weight"), STEP))
+    return gguf_files.write(folder / "model.gguf", architecture, keys, tensors)
 
 
 # Linear layers that files of int4 leave as floats, by the names in a checkpoint.

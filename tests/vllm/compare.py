@@ -41,6 +41,21 @@ def _differences(a: list[torch.Tensor], b: list[torch.Tensor]) -> list[torch.Ten
     return [x - y for x, y in zip(a, b)]
 
 
+def check_rows(name: str, got: list[torch.Tensor], exact: list[torch.Tensor], rounded: list[torch.Tensor]) -> None:
+    """Log-probabilities of a float32 model, its inputs rounded to int8 alone: as :func:`check` has it, which says why.
+
+    Args:
+        name: for figures.
+        got, exact, rounded: rows [positions, vocabulary]: vLLM's, the reference's, and those with int8 inputs.
+    """
+    noise, off = _typical(_differences(rounded, exact)), _typical(_differences(got, exact))
+    spread = torch.cat(exact).std().item()
+    figures = f"{name}: off by {off:.4f}, int8 {noise:.4f}, spread {spread:.3f}"
+    print(figures)
+    assert noise < spread / 4, f"the noise hides what is to be seen; {figures}"
+    assert off <= 2**0.5 * noise, figures
+
+
 def activation_group(case: models.Case, stock: bool = False) -> int:
     """Values of an input that share a scale, if nothing is asked for: 32 of weight-only models, else all (-1)."""
     return 32 if case.inputs == "none" and not stock else -1

@@ -60,6 +60,7 @@ class Job:
     tokens: int = TOKENS
     prompt_logprobs: bool = True
     reload: Path | None = None
+    guesses: bool = False
     environment: dict = field(default_factory=dict)
 
 

@@ -8,7 +8,8 @@ The jobs are a JSON list of {"model", "arguments" (of LLM), "prompts" (token ids
 The results, a torch file, get one entry per job: {"error"}, or {"outputs": token ids, "logprobs": float32
 [prompt + output - 1, vocabulary] per prompt, "cached": tokens of each prompt that were not computed again,
 "preempted": how often the scheduler took a sequence's pages away},
-and for a job with "reload", a second checkpoint, the same again under "reloaded". "amx": whether vLLM was told of AMX.
+for a job with "reload", a second checkpoint, the same again under "reloaded"; and for one with "guesses", of each guess
+that a draft model made, positions and logits, float32 [vocabulary]. "amx": whether vLLM was told of AMX.
 "compiled": how many models and graphs this process has compiled so far, and how many it has loaded instead.
 """
 
@@ -73,7 +74,8 @@ def run(job: dict) -> dict:
     os.environ.update(environment)
     llm = LLM(job["model"], **arguments)
     try:
-        result = answers(llm, job)
+        guesses = record_guesses(llm) if job.get("guesses") else None
+        result = answers(llm, job) | {"guesses": guesses}
         if job.get("reload"):
             llm.collective_rpc("reload_weights", kwargs={"weights_path": job["reload"]})
             llm.reset_prefix_cache()
@@ -84,6 +86,32 @@ def run(job: dict) -> dict:
         del llm
         for name in environment:
             del os.environ[name]
+
+
+def record_guesses(llm) -> tuple[list[int], list]:
+    """Two lists that get the position and the logits [vocabulary] of each guess, one in a step, of a draft model that
+    is in this process. The guess at position i is of token i + 2.
+    """
+    places, logits = [], []
+
+    def record(worker) -> None:
+        drafter = worker.model_runner.drafter
+        set_inputs, compute_logits = drafter.set_inputs_first_pass, drafter.model.compute_logits
+
+        def placing(target_positions, **kwargs):
+            tokens, which, metadata = set_inputs(target_positions=target_positions, **kwargs)
+            places.extend(target_positions.view(-1, target_positions.shape[-1])[0, which].tolist())
+            return tokens, which, metadata
+
+        def recording(*args, **kwargs):
+            found = compute_logits(*args, **kwargs)
+            logits.extend(found.float().clone())
+            return found
+
+        drafter.set_inputs_first_pass, drafter.model.compute_logits = placing, recording
+
+    llm.collective_rpc(record)
+    return places, logits
 
 
 def compiled() -> dict[str, int]:

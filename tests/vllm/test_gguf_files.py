@@ -57,7 +57,7 @@ def written(folder, name="qwen3", change=None, **options):
 
 def arguments(model, **given):
     how = {"tokenizer": None, "skip_tokenizer_init": False, "served_model_name": None, "quantization": None}
-    how["mamba_ssm_cache_dtype"] = "auto"
+    how |= {"mamba_ssm_cache_dtype": "auto", "speculative_config": None}
     return SimpleNamespace(**{"model": str(model), "load_format": "auto", "config_format": "auto", **how, **given})
 
 

@@ -37,6 +37,7 @@ from w4a8.checkpoint.gguf_features import (
     yarn_of_gpt_oss,
 )
 from w4a8.checkpoint.gguf_keys import Keys
+from w4a8.checkpoint.gguf_names import GLM_HEADS, QWEN_HEADS, Heads
 from w4a8.core.activation import MoEActivation
 from w4a8.core.routing import Router, RoutingMethodType
 
@@ -134,6 +135,7 @@ class Architecture:
             on.
         told_by: keys that distinguish architectures of the same name (:func:`named`).
         joined: if queries, keys and values are one matrix in the file, they are one in the model.
+        heads: for further tokens (MTP), or None: they are left out everywhere.
     """
 
     model: str
@@ -151,6 +153,7 @@ class Architecture:
     tiled: bool = False
     joined: bool = False
     told_by: tuple[str, ...] = ()
+    heads: Heads | None = None
 
     @property
     def reads(self) -> frozenset[str]:
@@ -235,7 +238,13 @@ ARCHITECTURES = {
         joined=True,
     ),
     "qwen35": Architecture(
-        "Qwen3_5", "qwen3_5_text", features=(*_DELTA_NET, interleaved_sections), norm_plus=1, tiled=True, joined=True
+        "Qwen3_5",
+        "qwen3_5_text",
+        features=(*_DELTA_NET, interleaved_sections),
+        norm_plus=1,
+        tiled=True,
+        joined=True,
+        heads=QWEN_HEADS,
     ),
     "qwen35moe": Architecture(
         "Qwen3_5Moe",
@@ -246,6 +255,7 @@ ARCHITECTURES = {
         norm_plus=1,
         tiled=True,
         joined=True,
+        heads=QWEN_HEADS,
     ),
     "olmoe": Architecture(
         "Olmoe",
@@ -299,6 +309,7 @@ ARCHITECTURES = {
         optional=_LEADING,
         constants=_NO_MTP,
         features=(heads_in_part, norms_of_heads),
+        heads=GLM_HEADS,
     ),
     "minimax-m2": Architecture(
         "MiniMaxM2",

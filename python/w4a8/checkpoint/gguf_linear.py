@@ -66,6 +66,12 @@ class GGUFLinears:
         for name in names:
             self.file.split(name, {name.replace("attn_qkv", f"attn_{each}"): count for each, count in rows.items()})
 
+    @property
+    def heads(self) -> int:
+        """Number of heads for further tokens (MTP) that the file has, and that are known of the architecture."""
+        lacks = f"blk.{self.keys.layers}.nextn.eh_proj.weight" not in self.file
+        return 0 if lacks or self.architecture.heads is None else self.keys.count("nextn_predict_layers", 0, least=0)
+
     def unused(self, sources: Iterable[Source]) -> list[str]:
         """Tensors that no parameter uses, except tensors of :data:`BESIDE` and of layers that are left out (MTP)."""
         left = set(self.file.tensors).difference(*(source.tensors for source in sources))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, ClassVar
 
@@ -58,6 +58,36 @@ class Source:
     of_experts: bool
 
 
+@dataclass(frozen=True)
+class Heads:
+    """Layers behind the last, which guess further tokens (MTP), as published checkpoints have them.
+
+    Attributes:
+        field: of the config, with their number.
+        layer: how names of a layer's parameters begin, by its number in the file, and by its number among the heads.
+        beside: by the tensors ``blk.<layer>.nextn.*`` the names of more parameters. Tensors for another output layer
+            and for other embeddings are not read: vLLM gives a head those of the model.
+    """
+
+    field: str
+    layer: str
+    beside: Mapping[str, str]
+
+
+QWEN_HEADS = Heads(
+    "mtp_num_hidden_layers",
+    "mtp.layers.{head}.",
+    {"eh_proj": "mtp.fc", "enorm": "mtp.pre_fc_norm_embedding", "hnorm": "mtp.pre_fc_norm_hidden"}
+    | {"shared_head_norm": "mtp.norm"},
+)
+_GLM = "model.layers.{layer}."
+GLM_HEADS = Heads(
+    "num_nextn_predict_layers",
+    _GLM,
+    {name: _GLM + name for name in ("eh_proj", "enorm", "hnorm")} | {"shared_head_norm": f"{_GLM}shared_head.norm"},
+)
+
+
 def sources_of(model: torch.nn.Module, tensors: Collection[str], architecture: str) -> dict[str, Source]:
     """The source of each parameter and each saved buffer, if the file has tensors for it.
 
@@ -80,6 +110,38 @@ def sources_of(model: torch.nn.Module, tensors: Collection[str], architecture: s
         if made is not None:
             path = f"{checkpoint.partition('.experts.')[0]}.experts" if experts else checkpoint
             found[parameter] = Source(made, path, tuple(tensor.shape), experts is not None)
+    return found
+
+
+def move_heads(
+    sources: dict[str, Source], layers: range, shapes: Mapping[str, tuple[int, ...]], heads: Heads
+) -> dict[str, Source]:
+    """Takes heads for further tokens (MTP) out of the sources of a model that has them as its last layers.
+
+    Args:
+        sources: of the model, by parameter.
+        layers: the numbers of the heads' layers.
+        shapes: of the file's tensors, by name.
+        heads: of the architecture.
+
+    Returns:
+        The sources of the heads, by the names of parameters in published checkpoints.
+    """
+    found = {}
+    for parameter in list(sources):
+        match = _LAYER.search(parameter)
+        if match is None or int(match[1]) not in layers:
+            continue
+        source, old = sources.pop(parameter), f"model.layers.{match[1]}."
+        new = heads.layer.format(layer=match[1], head=layers.index(int(match[1])))
+        renamed = source.checkpoint.replace(old, new)
+        found[parameter.replace(old, new)] = replace(source, checkpoint=renamed)
+    for layer in layers:
+        for leaf, pattern in heads.beside.items():
+            tensor = f"blk.{layer}.nextn.{leaf}.weight"
+            if tensor in shapes:
+                name = f"{pattern.format(layer=layer)}.weight"
+                found[name] = Source((tensor,), name, shapes[tensor], of_experts=False)
     return found
 
 

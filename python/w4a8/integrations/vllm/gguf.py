@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +50,15 @@ from w4a8.integrations.vllm.settings import read_arguments, say_int8
 FLOATS_AT_ONCE = 1 << 22
 # Names that users may give: the second is registered by a plugin for GPUs.
 _MAY_BE = {"quantization": (None, "gguf"), "load_format": ("auto", "gguf"), "config_format": ("auto", "hf", "gguf")}
-_ARGUMENTS = ("model", "tokenizer", "skip_tokenizer_init", "served_model_name", "mamba_ssm_cache_dtype", *_MAY_BE)
+_OTHERS = ("tokenizer", "skip_tokenizer_init", "served_model_name", "mamba_ssm_cache_dtype", "speculative_config")
+_ARGUMENTS = ("model", *_OTHERS, *_MAY_BE)
 
 
 def take_file(arguments: Any) -> None:
     """Replaces a GGUF file as the model of vLLM's EngineArgs by its folder.
 
     Raises:
-        ValueError: the file cannot be run, or has an argument that GGUF files cannot have.
+        ValueError: the file cannot be run, has an argument that GGUF files cannot have, or lacks a head for guesses.
     """
     path = gguf_in(arguments.model)
     if path is None:
@@ -66,6 +68,9 @@ def take_file(arguments: Any) -> None:
         if given not in allowed:
             expected = " or ".join(str(each) for each in allowed)
             raise ValueError(f"w4a8: {name} is {given!r}, but for a GGUF file {expected} is expected")
+    guesses = arguments.speculative_config or {}
+    if "model" not in guesses and str(guesses.get("method")).endswith("mtp") and not linears_of(str(path)).heads:
+        raise ValueError(f"w4a8: {path} has no head that is read here, but speculative_config is {guesses}")
     model = arguments.model
     if arguments.tokenizer == model:
         arguments.tokenizer = None
@@ -92,7 +97,8 @@ class W4A8GGUFConfig(PulledConfig):
         """
         super().__init__()
         self.path, linears, self.matrices = path, linears_of(path), {}
-        for source in sources_of_file(path).values():
+        sources = sources_of_file(path)
+        for source in chain(*(found.values() for found in sources)):
             shapes = [linears.file.tensors[name].shape for name in source.tensors]
             is_matrix = source.checkpoint.endswith(".weight") and all(len(shape) == 2 for shape in shapes)
             if is_matrix and not source.of_experts and linears.joined_order(source.tensors) is None:
@@ -100,7 +106,7 @@ class W4A8GGUFConfig(PulledConfig):
         self.keys_are_values = getattr(config_of_file(path), "attention_k_eq_v", False)
         # vLLM's models use either the name in checkpoints or transformers'.
         self.experts = {name: name for name in experts_of(path)}
-        for parameter, source in sources_of_file(path).items():
+        for parameter, source in chain(*(found.items() for found in sources)):
             if source.of_experts:
                 self.experts[parameter.rpartition(".")[0]] = source.checkpoint
 
@@ -162,17 +168,23 @@ class W4A8GGUFLoader(BaseModelLoader):
         path = read_json(Path(model_config.model) / SAYS)["file"]
         with on_cpu(), set_default_torch_dtype(torch.float32):
             is_tied = getattr(model_config.hf_text_config, "tie_word_embeddings", False)
-            _Filled(model, linears_of(path), model_config.dtype).fill(is_tied)
+            is_head = model_config.runner_type == "draft"
+            _Filled(model, linears_of(path), model_config.dtype, is_head).fill(is_tied)
 
 
 class _Filled:
-    """A model that is being filled."""
+    """A model that is being filled, or its heads for further tokens, which vLLM loads as a model."""
 
-    def __init__(self, model: torch.nn.Module, linears: GGUFLinears, dtype: torch.dtype) -> None:
-        self.model, self.linears, self.dtype = model, linears, dtype
+    def __init__(self, model: torch.nn.Module, linears: GGUFLinears, dtype: torch.dtype, is_head: bool = False) -> None:
+        self.model, self.linears = model, linears
+        self.dtype = torch.float32 if is_head else dtype  # of parameters that vLLM renames when it loads them
         self.file, mapper = linears.file, getattr(model, "hf_to_vllm_mapper", None)
         self.sources: list[tuple[Source, str]] = []  # with the names in vLLM
-        for source in sources_of_file(str(linears.file.paths[0])).values():
+        sources, heads = sources_of_file(str(linears.file.paths[0]))
+        if is_head:  # beside the embeddings and the output layer of the model
+            ends = ("embed_tokens.weight", "lm_head.weight")
+            sources = {name: source for name, source in sources.items() if name.endswith(ends)} | heads
+        for source in sources.values():
             name = source.checkpoint
             self.sources.append((source, name if mapper is None else mapper.get_rename_mapper().map_name(name)))
         self.here = dict(model.named_modules())

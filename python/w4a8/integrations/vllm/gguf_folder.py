@@ -12,6 +12,7 @@ import json
 import shutil
 import tempfile
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from w4a8.checkpoint.gguf_config import config_of, scale_rope
 from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.checkpoint.gguf_keys import pooling_of
 from w4a8.checkpoint.gguf_linear import GGUFLinears
-from w4a8.checkpoint.gguf_names import Source, sources_of
+from w4a8.checkpoint.gguf_names import Source, move_heads, sources_of
 from w4a8.core.json_fields import shorten
 from w4a8.core.weight import ExpertWeights
 from w4a8.integrations.vllm.compile_cache import package_digest
@@ -62,30 +63,38 @@ def config_of_file(path: str) -> Any:
 
 
 @lru_cache(maxsize=2)
-def sources_of_file(path: str) -> dict[str, Source]:
-    """Sources of the parameters of transformers' model of a file, by parameter.
+def sources_of_file(path: str) -> tuple[dict[str, Source], dict[str, Source]]:
+    """Sources of the parameters of transformers' model of a file, and of its heads for further tokens, by parameter.
 
     Raises:
         ValueError: the model lacks a tensor of the file.
     """
-    linears, config = linears_of(path), config_of_file(path)
+    linears, config = linears_of(path), copy.copy(config_of_file(path))
+    if linears.heads:  # for their names they are layers of the model
+        config.num_hidden_layers += linears.heads
+        if getattr(config, "layer_types", None):
+            config.layer_types = [*config.layer_types, *["full_attention"] * linears.heads]
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     found = sources_of(model, linears.file.tensors, linears.keys.architecture)
     for name in linears.unused(found.values()):
         raise ValueError(f"{path}: tensor {name!r} is none of a model that is {named(linears.file.keys)}")
-    return found
+    if not linears.heads:
+        return found, {}
+    layers = range(linears.keys.layers, linears.keys.layers + linears.heads)
+    shapes = {name: tensor.shape for name, tensor in linears.file.tensors.items()}
+    return found, move_heads(found, layers, shapes, linears.architecture.heads)
 
 
 @lru_cache(maxsize=2)
 def experts_of(path: str) -> dict[str, ExpertWeights]:
-    """The layers of experts of a file, by their names in checkpoints.
+    """The layers of experts of a file, those of heads too, by their names in checkpoints.
 
     Raises:
         CheckpointError: tensors of a layer do not fit each other, or its weights are floats.
     """
     stacks: dict[str, list[str]] = {}
-    for source in sources_of_file(path).values():
+    for source in chain(*(found.values() for found in sources_of_file(path))):
         if source.of_experts:
             stacks.setdefault(source.checkpoint, []).extend(source.tensors)
     return {name: linears_of(path).experts(tensors, name) for name, tensors in stacks.items()}
@@ -118,6 +127,8 @@ def folder_of(path: Path, cache: Path, with_tokenizer: bool) -> Path:
         (making / SAYS).write_text(json.dumps(says))
         config = copy.copy(config_of_file(str(path)))
         config.quantization_config = says
+        if linears.heads:
+            setattr(config, linears.architecture.heads.field, linears.heads)
         if config.model_type == "phimoe":  # vLLM has its class by the name on the Hub alone
             config.architectures = ["PhiMoEForCausalLM"]
         if "attention_factor" in str(config.rope_parameters):  # Gemma 3 has two kinds of rope

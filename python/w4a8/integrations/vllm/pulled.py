@@ -346,7 +346,8 @@ class PulledConfig(QuantizationConfig):
         if isinstance(layer, RoutedExperts):
             return self._of_experts(layer, prefix)
         is_head = isinstance(layer, ParallelLMHead)
-        prefix = "lm_head" if is_head and not prefix else prefix  # vLLM's EXAONE-MoE gives none
+        if is_head and (not prefix or prefix.endswith(".head")):  # as in vLLM's EXAONE-MoE, and its heads of GLM
+            prefix = "lm_head"
         method = self._of_linear(prefix) if is_head or isinstance(layer, LinearBase) else None
         if method is None and isinstance(layer, LinearBase):
             method = UnquantizedLinearMethod()
