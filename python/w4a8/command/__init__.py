@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 import w4a8
-from w4a8.command import chat, doctor, inspect, pack, serve, verify, verify_server
+from w4a8.command import bench, chat, doctor, inspect, pack, serve, verify, verify_server
 from w4a8.command.report import UsageError
 
 COMMANDS = {
@@ -20,6 +20,7 @@ COMMANDS = {
     "pack": pack,
     "verify": verify,
     "chat": chat,
+    "bench": bench,
     "serve": serve,
     "verify-server": verify_server,
 }

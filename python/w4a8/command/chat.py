@@ -81,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"{args.model} has no tokenizer")
         tokenizer = Bytes()
     tell(f"loaded in {time.perf_counter() - begin:.1f} s")
-    _speed_up(model)
+    for note in model_loading.speed_up(model):
+        tell(note)
     if report is not None:
         tell(str(report).splitlines()[0])
     conversation = _conversation(args, path, model, tokenizer)
@@ -145,20 +146,6 @@ def _conversation(args: argparse.Namespace, path: Path, model: Any, tokenizer: A
         template=variables,
         context=args.ctx or context,
     )
-
-
-def _speed_up(model: Any) -> None:
-    """Makes all layers run in one call; in an unknown family of models, replaces attention alone (cache of int8)."""
-    from w4a8.integrations.transformers import fast_attention, fuse
-
-    try:
-        fuse(model)
-    except ValueError as error:
-        tell(f"the layers run one by one: {error}")
-        try:
-            fast_attention(model)
-        except ValueError as reason:
-            tell(f"attention is transformers' own: {reason}")
 
 
 def _read() -> str:

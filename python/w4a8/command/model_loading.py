@@ -1,4 +1,4 @@
-"""Loads MODEL, of any format, by transformers: for ``pack``, ``chat`` and ``inspect``."""
+"""Loads MODEL, of any format, by transformers: for ``pack``, ``chat``, ``bench`` and ``inspect``."""
 
 from __future__ import annotations
 
@@ -171,6 +171,26 @@ def load(
             tensor.data = tensor.data.to(floats[name])
     model.config.quantization_config = config
     return model, report
+
+
+def speed_up(model: Any) -> list[str]:
+    """Makes all layers run in one call; in an unknown family of models, replaces attention alone (cache of int8).
+
+    Returns:
+        Why not, in sentences for the user.
+    """
+    from w4a8.integrations.transformers import fast_attention, fuse
+
+    notes = []
+    try:
+        fuse(model)
+    except ValueError as error:
+        notes.append(f"the layers run one by one: {error}")
+        try:
+            fast_attention(model)
+        except ValueError as reason:
+            notes.append(f"attention is transformers' own: {reason}")
+    return notes
 
 
 def _without_code(error: Exception, path: Path) -> Exception:
