@@ -106,7 +106,9 @@ def test_refusal_of_other_formats(case, other_formats_without_amx):
     assert OTHER_FORMATS[case] in other_formats_without_amx[case].get("error", "no error")
 
 
-@pytest.mark.skipif(AVX2, reason="vLLM's library for AVX2 lacks these operators")
+@pytest.mark.skipif(
+    AVX2 or not torch.cpu._is_avx512_supported(), reason="vLLM's library for AVX2 lacks these operators"
+)
 def test_the_wrong_answer_to_gptq_v2(checkpoints, tmp_path):
     """One file of each version, through the operators that stock takes where there is AMX: it adds 1 to the zero points
     of both. The plugin's answers to the same files are test_models'."""
