@@ -225,8 +225,7 @@ def _token_bytes(path: Path, model: Any, report: Any) -> int:
     """Bytes of weights that a token reads, as ``w4a8 inspect`` counts them; call before ``fuse``."""
     layers = [*of_packed(read_headers(path))] if report is None else of_model(model, report)
     text = model.config.get_text_config(decoder=True)
-    top_k = next((getattr(text, key) for key in model_loading.TOP_K if isinstance(getattr(text, key, None), int)), None)
-    return token_bytes(layers, top_k)
+    return token_bytes(layers, model_loading.top_k(lambda name: getattr(text, name, None)))
 
 
 def text_of(answer: dict[str, Any]) -> list[str]:

@@ -150,8 +150,7 @@ def _folder(name: str, path: Path) -> tuple[dict[str, Any], list[Layer], int | N
         answer["not_in_vllm"] = "its 8-bit floats are vLLM's own there; leave --quantization w4a8 out"
     elif model_loading.is_rounded(path):
         answer["not_in_vllm"] = "floats stay floats there, unless --quantization w4a8 rounds them"
-    top_k = next((text[key] for key in model_loading.TOP_K if isinstance(text.get(key), int)), None)
-    return answer, layers, top_k
+    return answer, layers, model_loading.top_k(text.get)
 
 
 def _loaded(path: Path, headers: Mapping[str, Header] | None = None) -> tuple[Any, Any]:

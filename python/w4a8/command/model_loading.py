@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +171,15 @@ def load(
             tensor.data = tensor.data.to(floats[name])
     model.config.quantization_config = config
     return model, report
+
+
+def top_k(get: Callable[[str], Any]) -> int | None:
+    """Experts of a token, as a config says; None: it says nothing.
+
+    Args:
+        get: the value of a field by its name; None: there is no such field.
+    """
+    return next((value for value in map(get, TOP_K) if isinstance(value, int)), None)
 
 
 def speed_up(model: Any) -> list[str]:
