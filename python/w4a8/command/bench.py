@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -98,22 +97,6 @@ class Timed:
         return times
 
 
-def repeated(asks: dict[str, Callable[[], float]], repetitions: int) -> dict[str, list[float]]:
-    """What each function returns, in turns, after one call of each that does not count (pages, caches).
-
-    Args:
-        asks: functions by name.
-        repetitions: of each.
-    """
-    for ask in asks.values():
-        ask()
-    found: dict[str, list[float]] = {name: [] for name in asks}
-    for _ in range(repetitions):
-        for name, ask in asks.items():
-            found[name].append(ask())
-    return found
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of ``w4a8 bench``."""
     parser.add_argument("model", metavar="MODEL", help=HELP)
@@ -192,7 +175,8 @@ def examine(args: argparse.Namespace, asked: list[Case], threads: list[int]) -> 
         memory = machine.read_speed()
         speeds.append({"threads": count, "bytes_per_second": round(memory)})
         for case in fit:
-            found = repeated({case.name: lambda case=case: timed.run(case)}, args.repetitions)[case.name]
+            timed.run(case)  # which meets new pages and caches
+            found = [timed.run(case) for _ in range(args.repetitions)]
             median = statistics.median(found)
             # A prompt, and a batch, read other bytes for each token.
             share = median * token / memory if case.decode and case.batch == 1 else None
