@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import sys
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from w4a8.command.session import whole
 
 # What chat templates call a switch for thinking: Qwen, GLM, SmolLM3 and others; DeepSeek.
 _THINKING = (r"\b(enable_thinking)\b", r"\b(thinking) is (?:not )?defined\b")
@@ -74,9 +75,8 @@ class Conversation:
 
     def save(self, path: Path) -> None:
         """Writes the messages as JSON, whole or not at all."""
-        part = path.with_name(f".{path.name}.part")
-        part.write_text(json.dumps({"messages": self.messages}, indent=2, ensure_ascii=False) + "\n")
-        os.replace(part, path)
+        with whole(path) as part:
+            part.write_text(json.dumps({"messages": self.messages}, indent=2, ensure_ascii=False) + "\n")
 
     def ask(self, text: str) -> None:
         """Writes the answer to stdout as it comes. The question and the answer are added to the messages.

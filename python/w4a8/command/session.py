@@ -7,6 +7,8 @@ import hashlib
 import json
 import os
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -38,18 +40,25 @@ def identity(path: Path, args: argparse.Namespace, kind: str | None) -> dict[str
     return {"version": versions, "model": digest.hexdigest(), "settings": {**settings, "cache": kind}}
 
 
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A path beside ``path`` to write to; it takes the place of ``path`` at the end, unless an error is raised."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
 def save(path: Path, made_with: dict[str, Any], messages: list[dict[str, str]], kept: Any) -> None:
     """Writes the file, whole or not at all."""
     from safetensors.torch import save_file
 
     tensors, facts = kept.state()
     text = json.dumps({"made_with": made_with, "messages": messages, "facts": facts})
-    part = path.with_name(f".{path.name}.part")
-    try:
+    with whole(path) as part:
         save_file(tensors, part, {"session": text, "checksum": str(_checksum(text, tensors))})
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
 
 
 def load(path: Path, made_with: dict[str, Any], kept: Any) -> list[dict[str, str]]:
