@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +125,8 @@ class Conversation:
 
     def _prompt(self, messages: list[dict[str, str]]) -> tuple[torch.Tensor, int]:
         """Tokens [1, n] of the messages, and how many of the first ones do not belong to the call for an answer."""
+        from w4a8.integrations.transformers.kept_text import equal_tokens
+
         found = []
         for asks in (True, False):
             how = {"add_generation_prompt": asks, "return_tensors": "pt", "return_dict": True, **self.template}
@@ -132,8 +134,7 @@ class Conversation:
                 found.append(self.tokenizer.apply_chat_template(messages, **how)["input_ids"])
             except Exception as error:  # the template is code of the model's author and may raise any error
                 raise ValueError(f"the chat template fails: {error}; --raw does without") from error
-        pairs = zip(found[0][0].tolist(), found[1][0].tolist())
-        return found[0], sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        return found[0], equal_tokens(found[0][0].tolist(), found[1][0].tolist())
 
 
 def _ends(model: Any, written: list[int]) -> bool:

@@ -111,7 +111,7 @@ class KeptText:
 
     def _begin(self, tokens: list[int]) -> int:
         """Cuts the cache back to the tokens that it keeps of a text, all but one at most; returns how many."""
-        count = _equal(self.ids, tokens[:-1])
+        count = equal_tokens(self.ids, tokens[:-1])
         if self.cache is not None and count < len(self.ids):
             if any(map(_states, self.cache.layers)):
                 if self._copy is not None and self._copy[0] <= count:
@@ -132,7 +132,7 @@ class KeptText:
         self.model(ids, past_key_values=cache, use_cache=True, **options)
 
 
-def _equal(one: list[int], other: list[int]) -> int:
+def equal_tokens(one: list[int], other: list[int]) -> int:
     """How many first tokens are equal."""
     pairs = enumerate(zip(one, other))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
