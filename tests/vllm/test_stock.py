@@ -107,7 +107,7 @@ def test_refusal_of_other_formats(case, other_formats_without_amx):
 
 
 @pytest.mark.skipif(
-    AVX2 or not torch.cpu._is_avx512_supported(), reason="vLLM's library for AVX2 lacks these operators"
+    AVX2 or not torch.cpu._is_avx512_supported(), reason="the engine's own library for AVX2 lacks these operators"
 )
 def test_the_wrong_answer_to_gptq_v2(checkpoints, tmp_path):
     """One file of each version, through the operators that stock takes where there is AMX: it adds 1 to the zero points
