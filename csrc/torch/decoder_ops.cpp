@@ -30,6 +30,22 @@ std::vector<PackedMatrix> experts_of(const char* name, const Tensor& stack, int6
   return matrices;
 }
 
+// Where the experts of a router are in a stack; -1: elsewhere.
+std::vector<int32_t> places_of(const Tensor& expert_map, int64_t experts, int64_t count) {
+  check_cpu({{"expert_map", expert_map}});
+  W4A8_CHECK(type_of(expert_map) == ScalarType::Int && expert_map.dim() == 1 && expert_map.size(0) == experts,
+             "expert_map has dtype ", type_of(expert_map), " and shape ", shape_text(expert_map.sizes()),
+             ", expected int32 [", experts, "]");
+  const Tensor given = dense(expert_map);
+  const auto* const first = input_data<int32_t>(given);
+  std::vector<int32_t> places(first, first + experts);
+  for (std::size_t e = 0; e < places.size(); ++e) {
+    W4A8_CHECK(places[e] >= -1 && places[e] < count, "expert_map of expert ", e, " is ", places[e], ", expected -1..",
+               count - 1, ", the experts of w13_packed");
+  }
+  return places;
+}
+
 Projected projected_of(Text projected) {
   if (projected == "qkv") return Projected::kQkv;
   if (projected == "qk") return Projected::kQk;
@@ -257,7 +273,8 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
                              int64_t activation_kind, const OptionalTensor& shared_gate, Optional<double> limit,
                              Optional<double> alpha, Optional<double> beta, const OptionalTensor& input_norm,
                              const OptionalTensor& router_norm, const OptionalTensor& output_norm,
-                             const OptionalTensor& shared_norm, const OptionalTensor& expert_factors) {
+                             const OptionalTensor& shared_norm, const OptionalTensor& expert_factors,
+                             const OptionalTensor& expert_map) {
   const DecoderUse found(decoder);
   check_cpu({{"router", router},
              {"router_bias", router_bias},
@@ -279,10 +296,14 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
   check_packed("w13_packed", w13_packed, /*stack=*/true);
   check_packed("w2_packed", w2_packed, /*stack=*/true);
   for (const auto& [name, tensor] : {NamedTensor("w13_packed", w13_packed), NamedTensor("w2_packed", w2_packed)}) {
-    W4A8_CHECK(tensor->size(0) == experts, name, " has ", tensor->size(0), " experts, expected ", experts,
-               ", those of router");
+    W4A8_CHECK(expert_map.has_value() || tensor->size(0) == experts, name, " has ", tensor->size(0),
+               " experts, expected ", experts, ", those of router");
   }
   ExpertsPlan plan;
+  plan.count = w13_packed.size(0);
+  W4A8_CHECK(w2_packed.size(0) == plan.count, "w2_packed has ", w2_packed.size(0), " experts, expected ", plan.count,
+             ", those of w13_packed");
+  if (expert_map.has_value()) plan.places = places_of(*expert_map, experts, plan.count);
   plan.routing =
       routing_args(experts, top_k, renormalize, scoring_func, num_expert_group, topk_group, routed_scaling_factor,
                    e_score_correction_bias.has_value() ? Optional<int64_t>(experts) : Optional<int64_t>());
@@ -313,6 +334,32 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
   plan.few = {experts_of("w13_packed", w13, rows13, hidden), experts_of("w2_packed", w2, hidden, plan.intermediate)};
   plan.activation = activation_of(activation_kind, limit, alpha, beta);
   layer.experts = std::move(plan);
+}
+
+int64_t decoder_ranks_bytes(int64_t ranks) {
+  W4A8_CHECK(ranks >= 2 && ranks <= Ranks::kMost, "ranks is ", ranks, ", expected 2..", Ranks::kMost);
+  return Ranks::bytes(static_cast<int>(ranks));
+}
+
+void decoder_set_ranks_cpu(const Tensor& decoder, const Tensor& memory, int64_t rank, int64_t ranks, double timeout) {
+  const DecoderUse found(decoder);
+  check_cpu({{"memory", memory}});
+  const int64_t bytes = decoder_ranks_bytes(ranks);
+  W4A8_CHECK(type_of(memory) == ScalarType::Byte && memory.dim() == 1 && memory.is_contiguous() &&
+                 memory.numel() >= bytes && reinterpret_cast<uintptr_t>(input_data(memory)) % 64 == 0,
+             "memory has dtype ", type_of(memory), " and shape ", shape_text(memory.sizes()),
+             ", expected contiguous uint8 [", bytes, " or more], at a multiple of 64 bytes");
+  W4A8_CHECK(rank >= 0 && rank < ranks, "rank is ", rank, ", expected 0..", ranks - 1);
+  W4A8_CHECK(timeout > 0 && timeout <= 86400, "timeout is ", timeout, ", expected seconds up to 86400");
+  W4A8_CHECK(found->ranks == nullptr, "decoder has ranks, expected one without");
+  for (const LayerPlan& layer : found->plan.layers) {
+    W4A8_CHECK(!layer.attention.norms_whole_rows,
+               "decoder has a norm of all heads at once, expected norms of each head");
+  }
+  auto* const shared = static_cast<uint8_t*>(output_data(found->keep("memory", memory)));
+  found->ranks = std::make_unique<Ranks>(shared, static_cast<int>(rank), static_cast<int>(ranks),
+                                         std::chrono::milliseconds(static_cast<int64_t>(timeout * 1000)));
+  found->plan.ranks = found->ranks.get();
 }
 
 void decoder_set_factors_cpu(const Tensor& decoder, Text product, const Tensor& factors) {

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "core/decoder/step.h"
+#include "core/ranks.h"
 #include "torch/checks.h"
 #include "torch/context.h"
 #include "torch/process_team.h"
@@ -23,7 +24,8 @@ struct Decoder {
   ~Decoder() { process_team().await_readers(); }
 
   DecoderPlan plan;
-  int workers = 0;  // that it is cut for; 0: not yet
+  std::unique_ptr<Ranks> ranks;  // of the plan
+  int workers = 0;               // that it is cut for; 0: not yet
   ProcessMutex mutex;
 
   // The memory of a tensor for the plan. The caller's tensor may get another storage.

@@ -126,10 +126,13 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
                              int64_t activation_kind, const OptionalTensor& shared_gate, Optional<double> limit,
                              Optional<double> alpha, Optional<double> beta, const OptionalTensor& input_norm,
                              const OptionalTensor& router_norm, const OptionalTensor& output_norm,
-                             const OptionalTensor& shared_norm, const OptionalTensor& expert_factors);
+                             const OptionalTensor& shared_norm, const OptionalTensor& expert_factors,
+                             const OptionalTensor& expert_map);
 void decoder_set_factors_cpu(const Tensor& decoder, Text product, const Tensor& factors);
 void decoder_add_layer_input_cpu(const Tensor& decoder, const Tensor& gate, const Tensor& down,
                                  const OptionalTensor& norm, int64_t activation_kind);
+int64_t decoder_ranks_bytes(int64_t ranks);
+void decoder_set_ranks_cpu(const Tensor& decoder, const Tensor& memory, int64_t rank, int64_t ranks, double timeout);
 Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tensor& positions, Tensors caches,
                         Tensors block_tables, const Tensor& seq_lens, const Tensor& query_start_loc, Tensors ropes,
                         Tensors conv_states, Tensors states, Tensors slots, const OptionalTensor& fresh,

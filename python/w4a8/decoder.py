@@ -168,6 +168,31 @@ class Decoder:
         with torch.no_grad():
             torch.ops.w4a8.decoder_add_layer_input(self._number, gate, down, **fields)
 
+    @staticmethod
+    def ranks_bytes(ranks: int) -> int:
+        """Bytes that so many ranks share; raises RuntimeError if a decoder cannot have so many."""
+        return torch.ops.w4a8.decoder_ranks_bytes(ranks)
+
+    def set_ranks(self, memory: torch.Tensor, rank: int, ranks: int, timeout: float = 60.0) -> None:
+        """Makes the decoder one of several, each in a process of its own with a part of the same model.
+
+        A rank has a part of the heads, of the columns of gate and up and rows of down, or of the experts
+        (``expert_map`` of :meth:`add_experts`). Steps add what ``out`` and ``down`` make, of all ranks in their order,
+        so that all ranks have the same rows. Every rank runs the same steps. A bias of ``out`` or ``down`` is given to
+        one rank alone. Call this behind the last layer.
+
+        Args:
+            memory: uint8, :meth:`ranks_bytes` zeros that the processes share.
+            rank: 0..ranks - 1.
+            ranks: number of processes, at least 2.
+            timeout: seconds that a step waits for another rank.
+
+        Raises:
+            RuntimeError: an argument does not fit, or the decoder has norms of all heads at once.
+                A step raises it if another rank has ended or does not come.
+        """
+        torch.ops.w4a8.decoder_set_ranks(self._number, memory, rank=rank, ranks=ranks, timeout=timeout)
+
     def step(
         self,
         hidden: torch.Tensor,

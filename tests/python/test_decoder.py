@@ -112,15 +112,18 @@ class Model(Steps):
                  kind="int8", interleaved=False, turned=SIZE, head=True, activation=0, biases=False, matrices="qkv",
                  numbers=None, gated=True, centered=False, biased_norms=False, parallel=False, turn_first=False,
                  projected=("qkv",), v_norm=False, own_norms=False, output_scale=1.0, inputs=None,
-                 mlp_numbers=None, **attention):  # fmt: skip
-        norm = lambda *shape: 1 + 0.2 * torch.randn(shape or ((2, HIDDEN) if biased_norms else (HIDDEN,)))  # noqa: E731
+                 mlp_numbers=None, common=None, places=None, **attention):  # fmt: skip
+        """common: generates what all ranks have. places: of the experts, where in its stacks a rank has each, or -1."""
+        shape_of_row = (2, HIDDEN) if biased_norms else (HIDDEN,)
+        norm = lambda *shape: 1 + 0.2 * torch.randn(shape or shape_of_row, generator=common)  # noqa: E731
+        self.places = None if places is None else torch.tensor(places, dtype=torch.int32)
         self.centered, self.parallel, self.turn_first = centered, parallel, turn_first
         self.kind, self.window, self.interleaved, self.experts = kind, window, interleaved, experts
         self.attention, self.activation = {"scale": SIZE**-0.5, "soft_cap": 0.0, "sinks": None} | attention, activation
         self.numbers, self.mlp_numbers = numbers or {}, mlp_numbers or {}  # of the experts, and of the MLP
         self.up = 2 * INNER if gated else INNER  # rows of up, or of gate and up
         self.inputs, self.output_scale = inputs, output_scale
-        self.rope = torch.randn(POSITIONS, turned)
+        self.rope = torch.randn(POSITIONS, turned, generator=common)
         self.norm, self.layers = norm(), []
         self.head = self.pack(VOCAB, HIDDEN, "int8") if head else None
         self.decoder = Decoder(self.norm, self.head, hidden_size=HIDDEN, eps=EPS, centered=centered)
@@ -160,18 +163,20 @@ class Model(Steps):
             parts = {"qkv": qkv, "out": out, "gate_up": gate_up, "down": down, "both": both.pack(), "makes": makes}
             if experts:
                 parts |= {
-                    "router": torch.randn(experts, HIDDEN), "router_bias": torch.randn(experts),
-                    "w13": torch.stack([self.pack(self.up, HIDDEN) for _ in range(experts)]),
-                    "w2": torch.stack([self.pack(HIDDEN, INNER) for _ in range(experts)]),
+                    "router": torch.randn(experts, HIDDEN, generator=common),
+                    "router_bias": torch.randn(experts, generator=common),
+                    "w13": torch.stack([self.pack(self.up, HIDDEN) for _ in range(1 + max(places or [experts - 1]))]),
+                    "w2": torch.stack([self.pack(HIDDEN, INNER) for _ in range(1 + max(places or [experts - 1]))]),
                 }  # fmt: skip
-                parts["shared_gate"] = torch.randn(HIDDEN) if shared == "gated" else None
+                parts["shared_gate"] = torch.randn(HIDDEN, generator=common) if shared == "gated" else None
                 parts["own"] = {} if not own_norms else {
                     "input_norm": norm(), "router_norm": norm(), "output_norm": norm(), "shared_norm": norm(),
-                    "expert_factors": 1 + torch.rand(experts),
+                    "expert_factors": 1 + torch.rand(experts, generator=common),
                 }  # fmt: skip
                 self.decoder.add_experts(
                     parts["router"], parts["router_bias"], parts["w13"], parts["w2"], top_k=2, renormalize=True,
-                    activation_kind=activation, shared_gate=parts["shared_gate"], **self.numbers, **parts["own"],
+                    activation_kind=activation, shared_gate=parts["shared_gate"], expert_map=self.places,
+                    **self.numbers, **parts["own"],
                 )  # fmt: skip
             if inputs is not None:
                 sizes = ((INPUTS, HIDDEN), (HIDDEN, INPUTS))
@@ -207,7 +212,7 @@ class Model(Steps):
                 w4a8.paged_attention_write(k, v, cache, *tables, kind=self.kind)
             options = {"kind": self.kind, "window": self.window, **self.attention}
             y = w4a8.paged_attention(q, cache, *tables, options.pop("scale"), **options)
-            y = matmul(y.flatten(1), layer["out"], HEADS * SIZE) + layer.get("out_bias", 0)
+            y = self.of_all_ranks(matmul(y.flatten(1), layer["out"], HEADS * SIZE) + layer.get("out_bias", 0))
             x = x + np.float32(0.5) * self.norm_of(y, layer.get("attention_norm"))
             y = self.mlp(layer, x, normed if self.parallel else self.norm_of(x, layer["mlp_input_norm"]))
             x = x + np.float32(0.5) * self.norm_of(y, layer.get("mlp_norm"))
@@ -219,6 +224,10 @@ class Model(Steps):
             x = x * np.float32(self.output_scale)
         x = self.norm_of(x, self.norm)
         return x if self.head is None else matmul(x, self.head, HIDDEN)
+
+    def of_all_ranks(self, y):
+        """The sum of what each rank makes."""
+        return y
 
     def norm_of(self, rows, weight):
         return rows if weight is None else rms_norm(rows, weight, centered=self.centered)
@@ -248,18 +257,20 @@ class Model(Steps):
             stacks, numbers = (layer["both"][None], layer["down"][None]), self.mlp_numbers
             y = moe(x, torch.zeros(len(x), 1, dtype=torch.int32), ones, *stacks, **numbers)
         if not self.experts:
-            return y
+            return self.of_all_ranks(y)
         logits = dots(of_router, layer["router"]) + layer["router_bias"]
         weights, ids = w4a8.topk_routing(logits, 2, True)
         weights = weights * own["expert_factors"][ids.long()] if own else weights
+        ids = ids if self.places is None else self.places[ids.long()]
         experts = moe(of_experts, ids, weights, layer["w13"], layer["w2"], **self.numbers)
-        experts = self.norm_of(experts, own.get("output_norm"))
         if y is None:
-            return experts
-        y = self.norm_of(y, own.get("shared_norm"))
+            return self.norm_of(self.of_all_ranks(experts), own.get("output_norm"))
+        if own:
+            experts = self.norm_of(self.of_all_ranks(experts), own["output_norm"])
+            y = self.norm_of(self.of_all_ranks(y), own["shared_norm"])
         gate = layer["shared_gate"]
         factor = torch.ones(()) if gate is None else dots(x, gate[None]).double().sigmoid().float()
-        return experts + factor * y
+        return experts + factor * y if own else self.of_all_ranks(experts + factor * y)
 
 
 def matmul(x, packed, k):

@@ -72,8 +72,9 @@ def run(job: dict) -> dict:
     # Most jobs are compared with a model whose output layer is as its checkpoint has it.
     environment = {"W4A8_VLLM_LM_HEAD": "0", **job["environment"]}
     os.environ.update(environment)
-    llm = LLM(job["model"], **arguments)
+    llm = None
     try:
+        llm = LLM(job["model"], **arguments)
         guesses = record_guesses(llm) if job.get("guesses") else None
         result = answers(llm, job) | {"guesses": guesses}
         if job.get("reload"):
@@ -82,7 +83,8 @@ def run(job: dict) -> dict:
             result["reloaded"] = answers(llm, job)
         return result
     finally:
-        llm.llm_engine.engine_core.shutdown()
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
         del llm
         for name in environment:
             del os.environ[name]

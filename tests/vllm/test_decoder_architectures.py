@@ -16,9 +16,9 @@ ONE_BY_ONE = {
 }
 
 
-def jobs_of(name, folder):
-    """In one call, and one by one."""
-    model = model_of(name, **({"tie_word_embeddings": True} if name == "lfm2" else {}))
+def jobs_of(name, folder, **fields):
+    """In one call, and one by one. fields: of the config."""
+    model = model_of(name, **({"tie_word_embeddings": True} if name == "lfm2" else {}), **fields)
     path, environment = folder / "checkpoint", {}
     if name in STACKED:  # no int4 format has such experts
         path, environment = write(name, model, folder, True), DEFAULT_HEAD

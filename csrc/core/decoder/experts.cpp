@@ -65,6 +65,10 @@ void FewExperts::run(const Kernel& kernel, Team& team, Workspace& workspace, con
     units[unit_count++] = {static_cast<std::size_t>(e), rows};
     most_rows = std::max(most_rows, rows.size());
   }
+  if (unit_count == 0) {
+    std::fill_n(out, m * hidden, 0.0f);
+    return;
+  }
 
   // One run of the units' products with their matrices, of which `rows` are the quantized rows.
   const auto multiply = [&](const std::vector<PackedMatrix>& matrices, int64_t n, bool activate, auto quantize,
@@ -120,13 +124,19 @@ void FewExperts::run(const Kernel& kernel, Team& team, Workspace& workspace, con
       w13_, inner, true,
       [&](const QuantizedRows& rows) {
         for (int64_t t = 0; t < m; ++t) {
-          const int64_t first = b.buckets.slot_row[t * top_k];
-          const RowShape shape = shape_of(w13_, ids[t * top_k]);
-          kernel.quantize_row(x + t * shape.k, DType::kFloat32, shape, rows.row(first));
-          for (int64_t j = 1; j < top_k; ++j) {
-            const int64_t row = b.buckets.slot_row[t * top_k + j];
-            rows.copy(first, shape, row, shape_of(w13_, ids[t * top_k + j]));
-            rows.quant[row] = rows.quant[first];
+          int64_t first = -1;  // slot that is not skipped
+          for (int64_t slot = t * top_k; slot < (t + 1) * top_k; ++slot) {
+            if (ids[slot] < 0) continue;
+            const int64_t row = b.buckets.slot_row[slot];
+            const RowShape shape = shape_of(w13_, ids[slot]);
+            if (first < 0) {
+              first = slot;
+              kernel.quantize_row(x + t * shape.k, DType::kFloat32, shape, rows.row(row));
+              continue;
+            }
+            const int64_t same = b.buckets.slot_row[first];
+            rows.copy(same, shape_of(w13_, ids[first]), row, shape);
+            rows.quant[row] = rows.quant[same];
           }
         }
       },

@@ -11,6 +11,7 @@
 #include "core/linear_attention/short_conv.h"
 #include "core/linear_attention/state_space.h"
 #include "core/moe/routing.h"
+#include "core/ranks.h"
 #include "kernels/attention/attention.h"
 #include "kernels/kernel.h"
 
@@ -157,11 +158,14 @@ struct ExpertsPlan {
   int64_t w13_bytes = 0;
   const uint8_t* w2 = nullptr;
   int64_t w2_bytes = 0;
-  FewExperts few;  ///< the same experts
+  FewExperts few;               ///< the same experts
+  std::vector<int32_t> places;  ///< [experts of the router]: where an expert is in w13, or -1; empty: all are
+  int64_t count = 0;            ///< experts of w13 and w2
   int64_t intermediate = 0;
   bool gated = true;
   Activation activation = ActivationKind::kSilu;
   const float* shared_gate = nullptr;  ///< [hidden]: factor sigmoid(x * gate) of LayerPlan::mlp's output; null: 1
+  bool norms_results() const { return after || after_shared; }  ///< of experts or of the shared one, by itself
 };
 
 /// Numbers of a token that a layer gets beside its row: down(act(gate(x)) * numbers) is added to the row.
@@ -195,6 +199,8 @@ struct LayerPlan {
 
 struct DecoderPlan {
   int64_t hidden = 0;
+  Ranks* ranks =
+      nullptr;  ///< that have a part each of heads, MLPs and experts, and sum what out and down make; or null
   std::vector<LayerPlan> layers;
   NormPlan norm;
   Products head;  ///< empty: rows of the last norm are the result

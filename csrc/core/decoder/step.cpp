@@ -36,6 +36,7 @@ class Step {
       if (mixes) {
         if (layer.linear.out) {
           linear_attention(layer.linear, *states++);
+          sum(b_.y);
           add(layer.after_attention, layer.residual);
         }
         if (layer.attends()) {
@@ -44,6 +45,7 @@ class Step {
           } else {
             attention(layer.attention, *cache++);
           }
+          sum(b_.y);
           add(layer.after_attention, layer.residual);
         }
       }
@@ -55,6 +57,7 @@ class Step {
         } else {
           mlp(layer.mlp, b_.y);
         }
+        if (!layer.experts.norms_results()) sum(b_.y);
         add(layer.after_mlp, layer.residual);
       }
       if (layer.input.size > 0) {
@@ -86,6 +89,11 @@ class Step {
   void norm(const NormPlan& norm, const float* x, float* out) {
     const int64_t n = plan_.hidden;
     for_rows(m_, [&](int64_t r) { norm_row(norm, n, x + r * n, out + r * n); });
+  }
+
+  // The rows [m, hidden] of all ranks.
+  void sum(float* rows) {
+    if (plan_.ranks != nullptr) plan_.ranks->sum(team_, rows, m_ * plan_.hidden);
   }
 
   // x += output of attention or the MLP.
@@ -321,6 +329,7 @@ class Step {
   // The shared expert, beside the others.
   void share_mlp(const LayerPlan& layer) {
     mlp(layer.mlp, b_.shared);
+    if (layer.experts.norms_results()) sum(b_.shared);
     const int64_t n = plan_.hidden;
     const float* gate = layer.experts.shared_gate;
     for_rows(m_, [&](int64_t r) {
@@ -344,6 +353,7 @@ class Step {
   void experts(const ExpertsPlan& plan) {
     route(plan);
     run_experts(plan, rows_of_experts(plan.before));
+    if (plan.norms_results()) sum(b_.y);
     for_rows(m_, [&](int64_t r) { norm_runs(plan.after, 1, plan_.hidden, 0, b_.y + r * plan_.hidden); });
   }
 
@@ -361,8 +371,10 @@ class Step {
     routing.weights = b_.weights;
     routing.ids = b_.ids;
     topk_routing(team_, workspace_, routing);
-    if (plan.factors == nullptr) return;
-    for (int64_t i = 0; i < m_ * routing.top_k; ++i) b_.weights[i] *= plan.factors[b_.ids[i]];
+    const int64_t slots = m_ * routing.top_k;
+    for (int64_t i = 0; plan.factors != nullptr && i < slots; ++i) b_.weights[i] *= plan.factors[b_.ids[i]];
+    if (plan.places.empty()) return;
+    for (int64_t i = 0; i < slots; ++i) b_.ids[i] = plan.places[static_cast<std::size_t>(b_.ids[i])];
   }
 
   // y: the experts that were chosen, of x[m, hidden].
@@ -378,7 +390,7 @@ class Step {
     moe.top_k = top_k;
     moe.ids = b_.ids;
     moe.weights = b_.weights;
-    moe.experts = plan.routing.experts;
+    moe.experts = plan.count;
     moe.w13 = plan.w13;
     moe.w13_bytes = plan.w13_bytes;
     moe.w2 = plan.w2;

@@ -21,7 +21,16 @@ from w4a8.core.activation import MoEActivation, as_activation, kernel_activation
 from w4a8.core.families import FAMILIES, Family
 from w4a8.integrations.rotary import FIXED, angles
 from w4a8.integrations.vllm import attention, settings
-from w4a8.integrations.vllm.decoder_parts import Unfit, any_weight, float_weight, only, packed, without_bias
+from w4a8.integrations.vllm.decoder_parts import (
+    Unfit,
+    any_weight,
+    float_weight,
+    only,
+    packed,
+    summed,
+    summed_without_bias,
+    without_bias,
+)
 from w4a8.integrations.vllm.moe import W4A8MoEMethod
 from w4a8.integrations.vllm.state_layers import fields_of, state_layer_of
 
@@ -155,15 +164,14 @@ def attention_fields(module: Any, family: Family, norms: Norms, ropes: Ropes) ->
         raise Unfit(f"attention is vLLM's ({settings.ATTENTION}, or what the log says of it)")
     shares_keys = impl.kv_sharing_target_layer_name is not None
     qkv, qkv_bias = packed(module.q_proj if shares_keys else module.qkv_proj)
-    projection = getattr(module, family.name("o_proj"))
-    out, out_bias = packed(projection)
+    out, out_bias = summed(getattr(module, family.name("o_proj")))
     rotary = getattr(module, "rotary_emb", ropes.shared)
     turns = rotary is not None and _turns(module)
     layer_type = module.attention_type if hasattr(rotary, "layer_types") else None
     fields: dict[str, Any] = {
         "qkv": qkv,
         "projected": "q" if shares_keys else "qkv",
-        "out": only(projection, out),
+        "out": out,
         "qkv_bias": qkv_bias,
         "out_bias": out_bias,
         "heads": impl.num_heads,
@@ -242,11 +250,11 @@ def latent_fields(module: Any, norms: Norms, ropes: Ropes) -> dict[str, Any]:
         fields[field] = getattr(inner, name).data.transpose(1, 2).contiguous()
     if all(size in ops.HEAD_SIZES for size in (impl.qk_head_dim, impl.v_head_dim)):
         fields["kv_up"] = any_weight(impl.kv_b_proj)
-    out, out_bias = packed(parts.o_proj)
+    out, out_bias = summed(parts.o_proj)
     rotary = parts.rotary_emb
     return fields | {
         "qkv": qkv,
-        "out": only(parts.o_proj, out),
+        "out": out,
         "out_bias": out_bias,
         "heads": inner.num_heads,
         "kv_heads": 1,
@@ -274,7 +282,7 @@ def mlp_fields(module: Any, family: Family) -> dict[str, Any]:
     both = family.name("gate_up_proj")
     return {
         "gate_up": without_bias(getattr(module, both if hasattr(module, both) else "up_proj")),
-        "down": only(getattr(module, family.name("down_proj"))),
+        "down": summed_without_bias(getattr(module, family.name("down_proj"))),
         **_activation_fields(module.act_fn),
     }
 
@@ -370,14 +378,15 @@ def expert_fields(runner: Any, block: Any, family: Family) -> dict[str, Any]:
         raise Unfit(f"{routed.layer_name} is not packed")
     if runner.routed_input_transform is not None or runner.routed_output_transform is not None:
         raise Unfit(f"{routed.layer_name} transforms its inputs or outputs")
-    if routed.expert_map is not None or routed.apply_router_weight_on_input:
-        raise Unfit(f"{routed.layer_name} holds some experts, or scales their inputs")
+    if routed.apply_router_weight_on_input:
+        raise Unfit(f"{routed.layer_name} scales the inputs of experts")
     weight, bias = float_weight(block.get_submodule(family.router))
     return {
         "router": weight,
         "router_bias": bias,
         "w13": routed.w13_weight_packed.data,
         "w2": routed.w2_weight_packed.data,
+        "expert_map": routed.expert_map,
         "top_k": routed.top_k,
         "e_score_correction_bias": routed.e_score_correction_bias,
         "activation_kind": kernel_activation_kind(as_activation(method.activation)),

@@ -9,6 +9,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
+from w4a8.integrations.vllm import ranks
 from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod
 from w4a8.integrations.vllm.products import products_of
 
@@ -26,7 +27,7 @@ def packed(linear: Any) -> tuple[list[torch.Tensor], torch.Tensor | None]:
         Unfit: the layer is not packed, or rotates its input.
     """
     products = products_of(linear)
-    is_here = type(getattr(linear, "quant_method", None)) in _METHODS and linear.tp_size == 1
+    is_here = type(getattr(linear, "quant_method", None)) in _METHODS
     if not is_here or not products or any(product.group is None for product in products):
         raise Unfit(f"{linear.prefix} is not packed")
     is_packed = linear.bias is None or any(product.has_bias for product in products)
@@ -36,7 +37,7 @@ def packed(linear: Any) -> tuple[list[torch.Tensor], torch.Tensor | None]:
 
 def packed_head(layer: Any) -> torch.Tensor | None:
     """The packed matrix of an output layer; None if the layer is not packed here, or not as one matrix."""
-    if not isinstance(layer, ParallelLMHead) or layer.tp_size != 1:
+    if not isinstance(layer, ParallelLMHead):
         return None
     products = products_of(layer)
     return getattr(layer, products[0].parameter).data if len(products) == 1 and products[0].group is not None else None
@@ -54,13 +55,38 @@ def without_bias(linear: Any) -> list[torch.Tensor]:
     return found
 
 
-def only(linear: Any, found: list[torch.Tensor] | None = None) -> torch.Tensor:
-    """The one packed matrix of a linear layer; ``found``: what :func:`packed` has found, if the bias may be beside it.
+def only(linear: Any) -> torch.Tensor:
+    """The one packed matrix of a linear layer, with its bias if there is one.
 
     Raises:
         Unfit: as :func:`without_bias`, or there are several.
     """
-    found = without_bias(linear) if found is None else found
+    return _one(linear, without_bias(linear))
+
+
+def summed(linear: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The one packed matrix of a linear layer whose results all ranks add, and a bias of this rank that is not packed.
+
+    Raises:
+        Unfit: as :func:`packed`, there are several matrices, or each rank has the whole layer.
+    """
+    if linear.tp_size != ranks.count():
+        raise Unfit(f"{linear.prefix} is whole on each of {ranks.count()} ranks")
+    found, bias = packed(linear)
+    return _one(linear, found), bias if linear.tp_rank == 0 else None
+
+
+def summed_without_bias(linear: Any) -> torch.Tensor:
+    """The same of a layer whose bias, if there is one, is packed.
+
+    Raises:
+        Unfit: as :func:`summed` and :func:`without_bias`.
+    """
+    without_bias(linear)
+    return summed(linear)[0]
+
+
+def _one(linear: Any, found: list[torch.Tensor]) -> torch.Tensor:
     if len(found) != 1:
         raise Unfit(f"{linear.prefix} has {len(found)} packed matrices")
     return found[0]

@@ -14,7 +14,7 @@ from vllm.forward_context import get_forward_context
 
 from w4a8.core.product_factors import product_factors
 from w4a8.decoder import Decoder, StepThreads
-from w4a8.integrations.vllm import settings
+from w4a8.integrations.vllm import ranks, settings
 from w4a8.integrations.vllm.config import is_ours
 from w4a8.integrations.vllm.decoder_layers import (
     Norms,
@@ -43,16 +43,18 @@ def attach(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
     """Replaces the forward of the layers of a loaded model (also a draft model), or logs why not."""
     if not is_ours(vllm_config.quant_config):
         return
+    layers, reason = None, reason_against(vllm_config, model_config)
     try:
-        reason = reason_against(vllm_config, model_config)
-        if reason is not None:
-            raise Unfit(reason)
-        layers = OneCall(model, vllm_config, model_config)
-        layers.take_over()
+        layers = OneCall(model, vllm_config, model_config) if reason is None else None
     except (Unfit, RuntimeError, AttributeError) as error:  # the second: sizes that the operator does not have
         reason = str(error) if isinstance(error, (Unfit, RuntimeError)) else f"{type(error).__name__}: {error}"
+    reason = ranks.agree(reason)
+    if reason is None and layers is not None:
+        reason = layers.join_ranks()
+    if reason is not None or layers is None:
         logger().info("w4a8: layers run one by one: %s", reason)
         return
+    layers.take_over()
     logger().info("w4a8: all %d layers run in one call (%s=0: one by one)", len(layers.layers), settings.DECODER)
 
 
@@ -61,7 +63,7 @@ def reason_against(vllm_config: Any, model_config: Any) -> str | None:
     if not settings.decodes():
         return f"{settings.DECODER}=0"
     parallel, speculation = vllm_config.parallel_config, vllm_config.speculative_config
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "prefill_context_parallel_size"):
+    for name in ("pipeline_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) != 1:
             return f"{name} {getattr(parallel, name)}"
     if getattr(parallel, "decode_context_parallel_size", 1) != 1 or getattr(parallel, "use_ubatching", False):
@@ -150,6 +152,7 @@ class OneCall:
         self._head_layer, self._head = head if keeps_head else None, None
         # Of a model with pictures, and without the output layer in the call, torch has all threads between the steps.
         self._threads = StepThreads()
+        self._shared: torch.Tensor | None = None  # by the ranks
         self._kept: list[torch.Tensor] = []  # caches in vLLM's form
         self._caches: list[torch.Tensor] = []  # the same in the operator's form
         self.read()
@@ -180,8 +183,23 @@ class OneCall:
         if self.family.is_latent:
             for each, made in zip(self.attentions, fields):
                 share_latents(each, made.layer)
+        if self._shared is not None:
+            decoder.set_ranks(self._shared, ranks.own(), ranks.count())
         self.decoder, self.ropes, self._is_stale = decoder, ropes.tables, False
         self._has_inputs = any(made.layer_input for made in fields)
+
+    def join_ranks(self) -> str | None:
+        """Lets all ranks add what each of them makes of its part; returns why they cannot. Every rank calls this."""
+        if ranks.count() == 1:
+            return None
+        problem = None
+        try:
+            self._shared, problem = ranks.share_memory(Decoder.ranks_bytes(ranks.count()))
+            if self._shared is not None:
+                self.decoder.set_ranks(self._shared, ranks.own(), ranks.count())
+        except RuntimeError as error:
+            problem = str(error)
+        return ranks.agree(problem)
 
     def take_over(self) -> None:
         """Replaces the forward of the model's layers. Weights that are loaded later are read before the next step."""

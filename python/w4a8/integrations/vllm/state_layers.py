@@ -9,7 +9,7 @@ import torch
 
 from w4a8.decoder import States
 from w4a8.integrations.vllm import linear_attention, mamba
-from w4a8.integrations.vllm.decoder_parts import Unfit, float_weight, only, without_bias
+from w4a8.integrations.vllm.decoder_parts import Unfit, float_weight, summed_without_bias, without_bias
 from w4a8.integrations.vllm.products import products_of
 
 
@@ -27,7 +27,7 @@ def fields_of(module: Any) -> dict[str, Any]:
     """
     if not getattr(module, "w4a8_runs_core", False):
         raise Unfit("linear attention is vLLM's (the log says why)")
-    return {"gates": None, "out": only(module.out_proj), **_FIELDS[type(module).__name__](module)}
+    return {"gates": None, "out": summed_without_bias(module.out_proj), **_FIELDS[type(module).__name__](module)}
 
 
 def step_states(modules: Sequence[Any], metadata: dict[str, Any]) -> States | None:
@@ -82,8 +82,8 @@ def _state_space(module: Any) -> dict[str, Any]:
     return {
         "projections": without_bias(module.in_proj),
         "kind": "state_space",
-        "key_heads": module.n_groups,
-        "value_heads": module.num_heads,
+        "key_heads": module.n_groups // module.tp_size,
+        "value_heads": module.num_heads // module.tp_size,
         "key_size": module.ssm_state_size,
         "value_size": module.head_dim,
         **mamba.weights_of(module),

@@ -1,0 +1,65 @@
+// Sums of rows across processes ("ranks") that share memory. Each rank multiplies with its part of a matrix.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/team.h"
+
+namespace w4a8 {
+
+/// One rank's view of the memory that all ranks of a model share. Every rank makes the same sums in the same order.
+class Ranks {
+ public:
+  static constexpr int kMost = 64;
+  /// Bytes of the memory, which begins with zeros and at a multiple of 64.
+  static int64_t bytes(int ranks);
+
+  /// memory: of `bytes(ranks)` bytes, which outlives this. rank: 0..ranks - 1. A rank that takes the place of an
+  /// earlier one of the same number, between sums, goes on where that one was. timeout: how long to wait for another
+  /// rank.
+  Ranks(uint8_t* memory, int rank, int ranks, std::chrono::milliseconds timeout);
+  ~Ranks();
+  Ranks(const Ranks&) = delete;
+  Ranks& operator=(const Ranks&) = delete;
+
+  /// x[i] becomes the sum of all ranks' x[i] for i < count, added in the order of the ranks, so that all have the same
+  /// bits. Throws std::runtime_error, also at all later sums, if another rank has ended, has failed, or does not come
+  /// within the timeout.
+  void sum(Team& team, float* x, int64_t count);
+
+ private:
+  // What one rank tells the others. sums counts how many it has written, and wraps around.
+  struct alignas(128) Told {
+    std::atomic<uint32_t> sums;
+    std::atomic<uint32_t> waiting;  // ranks that sleep until sums changes
+    std::atomic<int32_t> process;   // its id; 0: it has not come yet
+    std::atomic<uint32_t> failed;
+  };
+  static constexpr int64_t kFloats = int64_t{1} << 18;  // of a rank at once: they stay in a cache
+  static constexpr int64_t kHeader = kMost * int64_t{sizeof(Told)};
+
+  Told& told(int rank) const { return reinterpret_cast<Told*>(memory_)[rank]; }
+  // Sums take turns with two places of each rank.
+  float* place(uint32_t sum, int rank) const {
+    return reinterpret_cast<float*>(memory_ + kHeader) + ((sum % 2) * ranks_ + rank) * kFloats;
+  }
+  void sum_some(Team& team, float* x, int64_t count);
+  void tell();
+  void await(int rank);
+  void sleep(int rank, std::chrono::milliseconds limit);
+  [[noreturn]] void fail(int rank, const std::string& what);
+  bool has_ended(int rank);
+
+  uint8_t* memory_;
+  int rank_;
+  int ranks_;
+  std::chrono::milliseconds timeout_;
+  uint32_t sums_;
+  std::vector<int> processes_;  // file descriptors that tell whether a rank's process runs; -1: none yet
+};
+
+}  // namespace w4a8

@@ -1,0 +1,76 @@
+"""Several ranks of one model (tensor and expert parallelism) that run their layers in one call each.
+
+They share memory for the sums of a step. Linux frees it with the last of the processes, also if they are killed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from typing import Any
+
+import torch
+from vllm.distributed import get_tp_group
+
+
+def count() -> int:
+    """Ranks that have a part each of every layer."""
+    return get_tp_group().world_size
+
+
+def own() -> int:
+    """The number of this rank among them."""
+    return get_tp_group().rank_in_group
+
+
+def agree(problem: str | None) -> str | None:
+    """What one of the ranks says against something that all do or none; None: none does. Every rank calls this."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return problem
+    said: list[str | None] = [None] * group.world_size
+    torch.distributed.all_gather_object(said, problem, group=group.cpu_group)
+    return next((each for each in said if each is not None), None)
+
+
+def share_memory(size: int) -> tuple[torch.Tensor | None, str | None]:
+    """Zeros, uint8 [size], that all ranks have, or why there are none. Every rank calls this."""
+    group = get_tp_group()
+    place: list[Any] = [None]
+    file, memory, problem = -1, None, None
+    try:
+        if group.rank_in_group == 0:
+            try:
+                file = os.memfd_create("w4a8 ranks", os.MFD_CLOEXEC)
+                os.ftruncate(file, size)
+                place[0] = (f"/proc/{os.getpid()}/fd/{file}", _identity(file))
+            except OSError as error:
+                problem = f"the ranks share no memory: {error}"
+        torch.distributed.broadcast_object_list(place, src=group.ranks[0], group=group.cpu_group)
+        try:
+            if place[0] is not None:
+                memory = _mapped(*place[0], size)
+        except OSError as error:
+            problem = f"the ranks share no memory: {error}"
+        problem = agree(problem)  # after which the file may go
+    finally:
+        if file >= 0:
+            os.close(file)
+    return (memory, None) if problem is None else (None, problem)
+
+
+def _identity(file: int) -> tuple[str, int, int]:
+    """Another machine, or another namespace of processes, may have a file of the same path."""
+    with open("/proc/sys/kernel/random/boot_id") as boot:
+        state = os.fstat(file)
+        return boot.read(), state.st_dev, state.st_ino
+
+
+def _mapped(path: str, identity: tuple[str, int, int], size: int) -> torch.Tensor:
+    file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        if _identity(file) != identity:
+            raise OSError(f"{path} is another file, expected one machine")
+        return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+    finally:
+        os.close(file)

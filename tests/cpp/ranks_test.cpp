@@ -1,0 +1,147 @@
+// Sums across ranks. Threads take the place of processes, but for one rank that is killed.
+#include "core/ranks.h"
+
+#include <gtest/gtest.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <csignal>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace w4a8::test {
+namespace {
+
+using std::chrono::milliseconds;
+
+// Zeros that processes share.
+class Shared {
+ public:
+  explicit Shared(int ranks)
+      : size_(static_cast<std::size_t>(Ranks::bytes(ranks))),
+        memory_(
+            static_cast<uint8_t*>(mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0))) {}
+  ~Shared() { munmap(memory_, size_); }
+  Shared(const Shared&) = delete;
+  Shared& operator=(const Shared&) = delete;
+  uint8_t* data() const { return memory_; }
+
+ private:
+  std::size_t size_;
+  uint8_t* memory_;
+};
+
+float value(int rank, int sum, std::size_t i) {
+  return static_cast<float>((rank + 1) * 1e-3 + 1e3 * ((sum * 7 + rank * 13 + static_cast<int>(i)) % 11));
+}
+
+// Runs function(rank, team) in a thread of each rank, with a team of `threads`.
+template <class Function>
+void in_each(int ranks, int threads, Function function) {
+  std::vector<std::thread> all;
+  for (int rank = 0; rank < ranks; ++rank) {
+    all.emplace_back([=] {
+      Team team(threads);
+      function(rank, team);
+    });
+  }
+  for (std::thread& each : all) each.join();
+}
+
+TEST(RanksTest, AddsInTheOrderOfRanks) {
+  for (const int ranks : {2, 3, 5}) {
+    const Shared memory(ranks);
+    in_each(ranks, 2, [&](int rank, Team& team) {
+      Ranks own(memory.data(), rank, ranks, milliseconds(60'000));
+      // Nothing, a row, what a team shares, and more than is summed at once.
+      const int64_t counts[] = {1, 96, 0, 2048, 100'003, 7, (int64_t{1} << 19) + 5};
+      for (int sum = 0; sum < 7; ++sum) {
+        std::vector<float> x(static_cast<std::size_t>(counts[sum]));
+        for (std::size_t i = 0; i < x.size(); ++i) x[i] = value(rank, sum, i);
+        own.sum(team, x.data(), counts[sum]);
+        for (std::size_t i = 0; i < x.size(); ++i) {
+          float expected = value(0, sum, i);
+          for (int r = 1; r < ranks; ++r) expected += value(r, sum, i);
+          ASSERT_EQ(x[i], expected) << "rank " << rank << " of " << ranks << ", sum " << sum << ", number " << i;
+        }
+      }
+    });
+  }
+}
+
+TEST(RanksTest, ManySumsOfRanksThatComeAtOtherTimes) {
+  const Shared memory(2);
+  in_each(2, 1, [&](int rank, Team& team) {
+    Ranks own(memory.data(), rank, 2, milliseconds(60'000));
+    for (int sum = 0; sum < 2000; ++sum) {
+      if (sum % 200 == rank * 100) std::this_thread::sleep_for(milliseconds(3));  // the other one sleeps meanwhile
+      float x[16];
+      for (std::size_t i = 0; i < 16; ++i) x[i] = value(rank, sum, i);
+      own.sum(team, x, 16);
+      for (std::size_t i = 0; i < 16; ++i) ASSERT_EQ(x[i], value(0, sum, i) + value(1, sum, i)) << sum;
+    }
+  });
+}
+
+TEST(RanksTest, ARankGoesOnWhereTheOneBeforeWas) {
+  const Shared memory(2);
+  in_each(2, 1, [&](int rank, Team& team) {
+    for (int sum = 0; sum < 5; ++sum) {
+      Ranks own(memory.data(), rank, 2, milliseconds(60'000));
+      float x = value(rank, sum, 0);
+      own.sum(team, &x, 1);
+      ASSERT_EQ(x, value(0, sum, 0) + value(1, sum, 0)) << sum;
+    }
+  });
+}
+
+std::string failure(Ranks& ranks, Team& team) {
+  float x = 1.0f;
+  try {
+    ranks.sum(team, &x, 1);
+  } catch (const std::runtime_error& error) {
+    return error.what();
+  }
+  return "no error";
+}
+
+TEST(RanksTest, AnotherRankThatDoesNotComeOrFails) {
+  const Shared memory(2);
+  Team team(1);
+  Ranks first(memory.data(), 0, 2, milliseconds(60));
+  EXPECT_EQ(failure(first, team), "rank 1 of 2 (process 0) has not come within 60 ms, in a sum of all ranks");
+  const std::string process = std::to_string(getpid());
+  EXPECT_EQ(failure(first, team), "rank 0 of 2 (process " + process + ") has failed before, in a sum of all ranks");
+  Ranks second(memory.data(), 1, 2, milliseconds(60'000));
+  EXPECT_EQ(failure(second, team), "no error");  // the first one's part was there
+  EXPECT_EQ(failure(second, team), "rank 0 of 2 (process " + process + ") has failed, in a sum of all ranks");
+}
+
+TEST(RanksTest, AProcessThatIsKilled) {
+  const Shared memory(2);
+  const pid_t other = fork();
+  ASSERT_GE(other, 0);
+  if (other == 0) {
+    Team team(1);
+    Ranks own(memory.data(), 1, 2, milliseconds(60'000));
+    float x = 2.0f;
+    own.sum(team, &x, 1);
+    raise(SIGKILL);
+  }
+  Team team(1);
+  Ranks own(memory.data(), 0, 2, milliseconds(60'000));
+  float x = 1.0f;
+  own.sum(team, &x, 1);
+  EXPECT_EQ(x, 3.0f);
+  EXPECT_EQ(failure(own, team), "rank 1 of 2 (process " + std::to_string(other) + ") has ended, in a sum of all ranks");
+  int status = 0;
+  waitpid(other, &status, 0);
+  EXPECT_TRUE(WIFSIGNALED(status));
+}
+
+}  // namespace
+}  // namespace w4a8::test

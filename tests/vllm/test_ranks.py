@@ -1,0 +1,74 @@
+"""Two ranks whose layers run in one call each, beside the same ranks with vLLM's forward."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from compare import assert_same, kl_divergences
+from conftest import Job, arguments, run_engines
+from gguf_architectures import INT4, INTER, LAYERS, SIZES
+from models import Case
+from test_decoder_architectures import jobs_of
+
+# Parallel blocks; latent attention; experts alone, with shared ones, with norms of their own results; inputs of layers;
+# linear attention; short convolutions; keys and values that ranks have copies of; joined projections.
+CUT = ("llama", "cohere2", "deepseek2, V3", "ernie4_5-moe", "gemma4", "glm4moe", "lfm2moe", "qwen35moe", "phi3, long")
+WHOLE_EXPERTS = ("deepseek2, V3", "exaone-moe", "qwen35moe")
+GPT_OSS = Case("gpt_oss", 32, "int-quantized", "float32", "symmetric")  # biases, which one rank adds
+CASES = [*((name, False) for name in (*CUT, GPT_OSS)), *((name, True) for name in (*WHOLE_EXPERTS, GPT_OSS))]
+
+
+def name_of(case):
+    return f"{case[0] if isinstance(case[0], str) else case[0].model}, {'whole experts' if case[1] else 'cut'}"
+
+
+def both_jobs(case, checkpoints, folder):
+    """In one call, and one by one."""
+    model, whole_experts = case
+    if isinstance(model, Case):
+        job = Job(checkpoints(model) / "checkpoint", arguments(model))
+        jobs = [job, replace(job, environment={"W4A8_VLLM_DECODER": "0"})]
+    else:  # sizes whose half is a number of groups
+        given = {**SIZES, **INT4[model][1]}
+        jobs = jobs_of(
+            model, folder, **{key: 128 for key, size in given.items() if "intermediate" in key and size == INTER}
+        )
+    parallel = {"tensor_parallel_size": 2, "enable_expert_parallel": whole_experts}
+    return [replace(job, arguments={**job.arguments, **parallel}) for job in jobs]
+
+
+@pytest.fixture(scope="module")
+def results(checkpoints, tmp_path_factory):
+    """case -> results in one call and one by one; of the first case a third, in one call again; and the log."""
+    jobs = [job for case in CASES for job in both_jobs(case, checkpoints, tmp_path_factory.mktemp("model"))]
+    jobs.append(jobs[0])
+    found, log = run_engines(
+        jobs, tmp_path_factory.mktemp("engines"), 1800, ranks=2, VLLM_ENABLE_V1_MULTIPROCESSING="0"
+    )
+    for each in found:
+        assert "error" not in each, each["error"]
+    return dict(zip(CASES, zip(found[::2], found[1::2]))), found[-1], log
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_beside_vllms_forward(case, results):
+    """The same roundings to int8 but for ties. Ranks that add something otherwise would move nearly all positions."""
+    on, off = results[0][case]
+    divergences = kl_divergences(off, on).abs()
+    assert divergences.quantile(0.1) < 2e-7  # seen: 4e-8
+    assert divergences.median() < 1e-4  # seen: 2e-5
+    assert (divergences > 1e-3).float().mean() < 0.05
+
+
+def test_the_same_bits_again(results):
+    found, again, _ = results
+    assert_same(again, found[CASES[0]][0])
+
+
+def test_says_what_runs_in_one_call(results):
+    """Each rank."""
+    said = re.findall(r"w4a8: (?:all \d+ )?layers run (?:in one call|one by one: .*)", results[2])
+    one_call = [each for each in said if each.endswith("in one call")]
+    assert len(one_call) == 2 * (len(CASES) + 1)
+    assert set(said) - set(one_call) == {"w4a8: layers run one by one: W4A8_VLLM_DECODER=0"}
+    assert f"w4a8: all {LAYERS} layers run in one call" in one_call
