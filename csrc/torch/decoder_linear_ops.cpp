@@ -39,6 +39,35 @@ const float* floats_for(Decoder& decoder, const char* name, const OptionalTensor
   return decoder.keep_floats(name, tensor);
 }
 
+// Of rows of low rank: z, and the decays of each channel of the keys.
+void set_up_projections(Decoder& decoder, LinearPlan& plan, const OptionalTensor& z_up,
+                        const OptionalTensor& decay_up) {
+  check_cpu({{"z_up", z_up}, {"decay_up", decay_up}});
+  const GatedDeltaLayer& delta = plan.delta;
+  if (z_up.has_value()) plan.z_up = any_matrix(decoder, "z_up", *z_up, plan.out_size(), 0);
+  if (!decay_up.has_value()) return;
+  plan.decay_up = any_matrix(decoder, "decay_up", *decay_up, delta.value_heads * delta.key_size, 0);
+  plan.delta.of_channels = true;
+}
+
+// The biases of decays: of each head, or of each channel of the keys.
+const float* rate_bias_for(Decoder& decoder, const GatedDeltaLayer& layer, const OptionalTensor& dt_bias) {
+  if (!layer.of_channels) return floats_for(decoder, "dt_bias", dt_bias, layer.value_heads);
+  W4A8_CHECK(dt_bias.has_value(), "dt_bias is not given, expected floats [", layer.value_heads, ", ", layer.key_size,
+             "]");
+  check_matrix("dt_bias", *dt_bias, layer.value_heads, layer.key_size);
+  return decoder.keep_floats("dt_bias", dt_bias);
+}
+
+// Columns of the last projections, which are a matrix of floats. Of low rank, the rows in front of b may be there too.
+int64_t columns_of_floats(const LinearPlan& plan, const Tensor& gates) {
+  const int64_t given = gates.dim() == 2 ? gates.size(0) : 0;
+  int64_t columns = plan.gates_size();
+  if (!plan.decay_up || given == columns) return columns;
+  columns += plan.decay_up.k;
+  return !plan.z_up || given <= columns ? columns : columns + plan.z_up.k;
+}
+
 }  // namespace
 
 void decoder_add_linear_attention_cpu(const Tensor& decoder, Tensors projections, const OptionalTensor& gates,
@@ -47,7 +76,8 @@ void decoder_add_linear_attention_cpu(const Tensor& decoder, Tensors projections
                                       const OptionalTensor& conv_bias, const OptionalTensor& a,
                                       const OptionalTensor& dt_bias, const OptionalTensor& d,
                                       const OptionalTensor& norm, double norm_eps, Text gate, int64_t norm_groups,
-                                      bool norm_first, bool interleaved, double beta_scale) {
+                                      bool norm_first, bool interleaved, double beta_scale, const OptionalTensor& z_up,
+                                      const OptionalTensor& decay_up) {
   const DecoderUse found(decoder);
   LayerPlan& layer = last_layer(*found, "without linear attention");
   W4A8_CHECK(!layer.linear.out, "the last layer of decoder has linear attention, expected one without");
@@ -64,6 +94,9 @@ void decoder_add_linear_attention_cpu(const Tensor& decoder, Tensors projections
   W4A8_CHECK(!interleaved || plan.kind == LinearPlan::Kind::kGatedDelta, "interleaved is true, expected false for ",
              kind);
   plan.interleaved = interleaved;
+  W4A8_CHECK(
+      (!z_up.has_value() && !decay_up.has_value()) || (plan.kind == LinearPlan::Kind::kGatedDelta && !interleaved),
+      "z_up or decay_up is given, expected neither for ", kind, interleaved ? " with interleaved" : "");
   plan.delta.beta_scale = positive_number("beta_scale", beta_scale);
   W4A8_CHECK(beta_scale == 1.0 || plan.kind == LinearPlan::Kind::kGatedDelta, "beta_scale is ", beta_scale,
              ", expected 1 for ", kind);
@@ -76,7 +109,8 @@ void decoder_add_linear_attention_cpu(const Tensor& decoder, Tensors projections
     plan.delta.key_size = key_size;
     plan.delta.value_size = value_size;
     plan.delta.rates = floats_for(*found, "a", a, value_heads);
-    plan.delta.rate_bias = floats_for(*found, "dt_bias", dt_bias, value_heads);
+    set_up_projections(*found, plan, z_up, decay_up);
+    plan.delta.rate_bias = rate_bias_for(*found, plan.delta, dt_bias);
     plan.delta.norm = floats_for(*found, "norm", norm, value_size);
     plan.delta.norm_eps = eps;
     plan.delta.sigmoid_gate = gate == "sigmoid";
@@ -108,21 +142,25 @@ void decoder_add_linear_attention_cpu(const Tensor& decoder, Tensors projections
 
   const int64_t hidden = found->plan.hidden;
   const int64_t of_gates = plan.gates_size();
-  const int64_t columns = plan.in_size() + (gates.has_value() ? 0 : of_gates);
+  if (gates.has_value()) {
+    W4A8_CHECK(plan.kind != LinearPlan::Kind::kShortConv, "gates is given, expected none for short_conv");
+    plan.gates = float_matrix(*found, "gates", *gates, columns_of_floats(plan, *gates), hidden);
+  }
+  const int64_t columns = plan.gates_at() + of_gates - plan.gates.n;
   plan.in = products_of(*found, "projections", projections, hidden, columns);
   if (plan.kind == LinearPlan::Kind::kShortConv) {
-    W4A8_CHECK(!gates.has_value(), "gates is given, expected none for short_conv");
     check_ends("projections", plan.in, {channels, channels, channels});
   } else if (plan.interleaved) {
-    check_ends("projections", plan.in, {plan.in_size(), of_gates});
+    check_ends("projections", plan.in, {plan.gates_at(), of_gates});
   } else if (plan.kind == LinearPlan::Kind::kGatedDelta) {
     const int64_t keys = key_heads * key_size;
-    check_ends("projections", plan.in, {keys, keys, channels - 2 * keys, plan.out_size(), value_heads, value_heads});
+    const std::vector<int64_t> last =
+        decay_up.has_value() ? std::vector{plan.decay_up.k, value_heads} : std::vector{value_heads, value_heads};
+    check_ends("projections", plan.in, {keys, keys, channels - 2 * keys, plan.z_columns(), last[0], last[1]});
     plan.apart = plan.in.columns_of(0) < channels;
   } else {
     check_ends("projections", plan.in, {plan.out_size(), channels, of_gates});
   }
-  if (gates.has_value()) plan.gates = float_matrix(*found, "gates", *gates, of_gates, found->plan.hidden);
   plan.out = products_of(*found, "out", std::vector<Tensor>{out}, plan.out_size(), hidden);
   layer.linear = std::move(plan);
   found->workers = 0;

@@ -50,13 +50,16 @@ inline FloatMatrix float_matrix(Decoder& decoder, const char* name, const Tensor
   return {input_data(decoder.keep(name, dense(matrix))), type, n};
 }
 
-// A packed matrix, or floats [n, k]. n of 0: as many as there are.
+// A packed matrix, or floats [n, k]. n or k of 0: as many as there are; k then is a multiple of 16.
 inline AnyMatrix any_matrix(Decoder& decoder, const char* name, const Tensor& matrix, int64_t n, int64_t k) {
   AnyMatrix any;
   any.k = k;
   if (type_of(matrix) == ScalarType::Byte) {
     any.packed = products_of(decoder, name, std::vector<Tensor>{matrix}, k, n);
+    any.k = any.packed.k();
   } else {
+    const bool fits = matrix.dim() == 2 && matrix.size(1) > 0 && matrix.size(1) % 16 == 0;
+    if (k == 0) any.k = k = fits ? matrix.size(1) : 16;
     any.floats = float_matrix(decoder, name, matrix, n == 0 && matrix.dim() > 0 ? matrix.size(0) : n, k);
   }
   return any;

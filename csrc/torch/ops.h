@@ -118,7 +118,8 @@ void decoder_add_linear_attention_cpu(const Tensor& decoder, Tensors projections
                                       const OptionalTensor& conv_bias, const OptionalTensor& a,
                                       const OptionalTensor& dt_bias, const OptionalTensor& d,
                                       const OptionalTensor& norm, double norm_eps, Text gate, int64_t norm_groups,
-                                      bool norm_first, bool interleaved, double beta_scale);
+                                      bool norm_first, bool interleaved, double beta_scale, const OptionalTensor& z_up,
+                                      const OptionalTensor& decay_up);
 void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const OptionalTensor& router_bias,
                              const Tensor& w13_packed, const Tensor& w2_packed, int64_t top_k, bool renormalize,
                              Text scoring_func, Optional<int64_t> num_expert_group, Optional<int64_t> topk_group,

@@ -109,8 +109,10 @@ class Decoder:
 
         Args:
             projections: packed, of what the operator of ``kind`` takes: ``gated_delta`` q, k, v, z, b and
-                a; ``state_space`` z, xbc and dt; ``short_conv`` B, C and x. Neighbours may be one matrix.
-            gates: floating [n, hidden_size], the projections b and a, or dt, which ``projections`` then end without.
+                a; ``state_space`` z, xbc and dt; ``short_conv`` B, C and x. Neighbours may be one matrix. With ``z_up``
+                a row that is multiplied with it, in place of z. With ``decay_up`` behind z such a row, then b.
+            gates: floating [n, hidden_size], the projections b and a, or b, or dt, which ``projections`` then end
+                without.
             out: packed, the output projection.
             conv_weight: floating [channels, width].
             **fields: ``kind``, and the other arguments of the operator ``decoder_add_linear_attention``.

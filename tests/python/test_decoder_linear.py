@@ -23,12 +23,19 @@ PARTS = {  # of the projections, in their order
 }
 STATES = {"gated_delta": (VALUES, K, V), "state_space": (VALUES, V, K)}
 HEADS, KV, SIZE = 3, 1, 32  # of attention, whose q is gated
+RANK, DECAY_RANK = 48, 64  # of z and of the decays of each channel, in some layers
 LAYERS = {
     "as one": ("gated_delta", {"parts": 1}),
     "four matrices": ("gated_delta", {"gate": "sigmoid"}),
     "gates of floats": ("gated_delta", {"gates": torch.bfloat16}),
     "six matrices": ("gated_delta", {"parts": 6, "beta_scale": 2.0}),
     "four matrices and gates of floats": ("gated_delta", {"parts": 6, "gates": torch.float32}),
+    "decays of channels": ("gated_delta", {"parts": 6, "low": ["z_up", "decay_up"], "gate": "sigmoid"}),
+    "decays of channels, b of floats": ("gated_delta", {"low": ["decay_up"], "gates": torch.float32}),
+    "low rank, as one": ("gated_delta", {"parts": 1, "low": ["z_up", "decay_up"]}),
+    "low rank, of floats": ("gated_delta", {"low": ["z_up", "decay_up"], "gates": torch.bfloat16, "floats": 3}),
+    "decays of floats": ("gated_delta", {"parts": 6, "low": ["z_up", "decay_up"], "gates": torch.float32, "floats": 2}),
+    "z of low rank": ("gated_delta", {"low": ["z_up"], "gates": torch.float32, "beta_scale": 0.5}),
     "interleaved": ("gated_delta", {"interleaved": True, "gates": torch.float32}),
     "interleaved, packed": ("gated_delta", {"interleaved": True, "parts": 2}),
     "state space": ("state_space", {"norm_groups": 2}),
@@ -46,11 +53,20 @@ def pack(n, k, kind="int4"):
 class Linear:
     """A layer of linear attention, by its operator and as arguments of ``add_linear_attention``."""
 
-    def __init__(self, kind, parts=None, gates=None, **fields):
+    def __init__(self, kind, parts=None, gates=None, low=(), floats=0, **fields):
+        """``floats``: how many of the projections are; 0: b and a, or b or dt alone, if ``gates`` is their type."""
         self.kind, self.has_state, self.channels = kind, kind in STATES, CHANNELS[kind]
-        sizes = PARTS[kind]
-        self.interleaved = fields.get("interleaved", False)
+        self.sizes = sizes = list(PARTS[kind])
+        self.interleaved, self.low = fields.get("interleaved", False), low
         last = len(sizes) if kind == "short_conv" else 2  # the others are gates
+        if "z_up" in low:
+            sizes[1], fields["z_up"] = RANK, make_matrix(VALUES * V, RANK, 16).pack()
+        if "decay_up" in low:
+            sizes[2:], last = [DECAY_RANK, VALUES], 3
+            fields["decay_up"] = make_matrix(VALUES * K, DECAY_RANK, 16, bias=True).pack()
+        if floats:
+            last = len(sizes) - floats
+            fields["decay_up"] = torch.randn(VALUES * K, DECAY_RANK).to(gates)
         in_floats = 0 if gates is None else sum(sizes[last:])
         widths = sizes[:last] if in_floats else sizes
         if parts == 1 or (self.interleaved and in_floats):
@@ -66,7 +82,8 @@ class Linear:
         self.conv_weight = torch.randn(self.channels, WIDTH)
         self.fields = fields
         if self.has_state:
-            made = layer_weights(self.conv_weight, torch.randn(VALUES), torch.randn(VALUES))
+            bias = torch.randn(VALUES, K) if "decay_up" in low else torch.randn(VALUES)
+            made = layer_weights(self.conv_weight, torch.randn(VALUES), bias)
             fields |= {"key_heads": KEYS, "value_heads": VALUES, "key_size": K, "value_size": V, "norm_eps": 1e-5}
             fields |= {"a": made["a"], "dt_bias": made["dt_bias"]}
             wide = V if kind == "gated_delta" else VALUES * V
@@ -89,7 +106,7 @@ class Linear:
         if self.gates is not None:
             rows = torch.cat([rows, dots(x, self.gates.float())], 1)
         if not self.interleaved:
-            return rows.split(PARTS[self.kind], 1)
+            return rows.split(self.sizes, 1)
         group = VALUES // KEYS
         main, gates = rows.split([sum(PARTS[self.kind][:2]), 2 * VALUES], 1)
         heads = main.view(len(x), KEYS, -1).split([K, K, group * V, group * V], 2)
@@ -111,10 +128,20 @@ class Linear:
             where["state"] = torch.zeros_like(self.state)
             weights = {name: f[name] for name in ("a", "dt_bias", "norm", "norm_eps")}
         if self.kind == "gated_delta":
-            qkv, z, b, a = parts
+            if "decay_up" in self.low:
+                qkv, z, a, b = parts
+                up = f["decay_up"]
+                decay = dots(a, up.float()) if up.is_floating_point() else matmul(a, up, DECAY_RANK)
+                where["decay"] = decay.view(-1, VALUES, K)
+                ba = b
+            else:
+                qkv, z, *ba = parts
+                ba = torch.cat(ba, 1)
+            if "z_up" in self.low:
+                z = matmul(z, f["z_up"], RANK)
             heads = {"key_heads": KEYS, "value_heads": VALUES, "gate": f.get("gate", "silu")}
             heads["beta_scale"] = f.get("beta_scale", 1.0)
-            y = ops.gated_delta(qkv, z, torch.cat([b, a], 1), self.conv_weight, **weights, **heads, **where)
+            y = ops.gated_delta(qkv, z, ba, self.conv_weight, **weights, **heads, **where)
         elif self.kind == "state_space":
             z, xbc, dt = parts
             norms = {name: f[name] for name in ("norm_groups", "norm_first") if name in f}
@@ -135,8 +162,11 @@ class Model(Steps):
         self.layers, self.caches = [], []
         for name in names:
             norm = {"input_norm": 1 + 0.2 * torch.randn(HIDDEN)}
-            mlp = {} if name == "attention" else {"gate_up": [pack(2 * INNER, HIDDEN)], "down": pack(HIDDEN, INNER)}
-            layer = {"name": name, "norm": norm["input_norm"], "mlp": mlp, "mlp_norm": None}
+            mlp = {}
+            if name != "attention":
+                mlp = {"gate_up": [pack(2 * INNER, HIDDEN)], "down": pack(HIDDEN, INNER)}
+                mlp["mlp_input_norm"] = 1 + 0.2 * torch.randn(HIDDEN)
+            layer = {"name": name, "norm": norm["input_norm"], "mlp": mlp}
             attention = {}
             if name == "attention":
                 qkv = [pack(2 * HEADS * SIZE, HIDDEN), pack(2 * KV * SIZE, HIDDEN)]
@@ -187,8 +217,9 @@ class Model(Steps):
             if layer["mlp"]:
                 ids = torch.zeros(len(x), 1, dtype=torch.int32)
                 (both,), down = layer["mlp"]["gate_up"], layer["mlp"]["down"]
+                normed = rms_norm(x, layer["mlp"]["mlp_input_norm"])
                 x = x + self.residual * w4a8.dynamic_4bit_int_moe(
-                    x, ids, torch.ones(len(x), 1), both[None], down[None], HIDDEN, INNER, 2 * INNER, 0, False, 0
+                    normed, ids, torch.ones(len(x), 1), both[None], down[None], HIDDEN, INNER, 2 * INNER, 0, False, 0
                 )
         return rms_norm(x, self.norm)
 
@@ -234,6 +265,7 @@ def test_is_the_operator_alone(name):
 
 MIXED = [
     "as one", "attention", "nothing", "state space", "short convolution", "six matrices", "attention", "interleaved",
+    "decays of channels", "z of low rank", "decays of floats",
 ]  # fmt: skip
 
 
@@ -437,6 +469,24 @@ def test_factors_refuse(product, factors, message):
         ({"gates": None}, "projections has 448 out_features, expected 460"),
         ({"projections": [pack(240, HIDDEN), pack(208, HIDDEN)]}, "projections has tensors whose first 1 have 240"),
         ({"out": pack(HIDDEN, 176)}, "out has in_features 176, expected 192"),
+        ({"z_up": pack(176, RANK)}, "z_up has 176 out_features, expected 192"),
+        ({"z_up": pack(192, RANK)}, "projections has 448 out_features, expected 304"),
+        ({"z_up": torch.ones(192, 24)}, r"z_up has shape \[192, 24\], expected \[192, 16\]"),
+        ({"z_up": torch.ones(16, RANK)}, r"z_up has shape \[16, 48\], expected \[192, 48\]"),
+        ({"decay_up": torch.ones(96, RANK).int()}, "decay_up has dtype Int, expected float32, bfloat16 or float16"),
+        ({"decay_up": pack(192, RANK)}, "decay_up has 192 out_features, expected 96"),
+        ({"decay_up": pack(96, RANK)}, r"dt_bias has shape \[6\], expected \[6, 16\]"),
+        ({"decay_up": pack(96, RANK), "dt_bias": None}, r"dt_bias is not given, expected floats \[6, 16\]"),
+        (
+            {"decay_up": pack(96, RANK), "dt_bias": torch.ones(6, 16)},  # a row of low rank and b
+            r"gates has shape \[12, 96\], expected \[54, 96\]",
+        ),
+        (
+            {"decay_up": pack(96, RANK), "dt_bias": torch.ones(6, 16), "gates": torch.zeros(6, HIDDEN)},
+            "projections has 448 out_features, expected 496",
+        ),
+        ({"interleaved": True, "z_up": pack(192, RANK)}, "z_up or decay_up is given, expected neither for gated_delta"),
+        ({"kind": "short_conv", "decay_up": pack(96, RANK)}, "z_up or decay_up is given, expected neither for short_"),
     ],
 )
 def test_layers_refuse(change, message):

@@ -9,13 +9,15 @@ import test_gguf_architectures
 import torch
 from gguf_architectures import INT4, STACKED, VOCAB, model_of, write, write_int4
 
+import w4a8
+from w4a8.checkpoint.routers import router_in_config
 from w4a8.integrations.transformers import W4A8Cache, W4A8Config, fast_attention, fuse
 
 TOKENS = torch.randint(3, VOCAB, (4, 24), generator=torch.Generator().manual_seed(1))
 # Of which there is no row in core/families.py (docs/decoder.md says why), or which are stopped by something else.
-UNKNOWN = ("glm-dsa", "kimi-linear", "llama4")
+UNKNOWN = ("glm-dsa", "llama4")
 LEFT_ALONE = dict.fromkeys(UNKNOWN, "models of type .* are not known")
-LATENT = ("deepseek2, GLM-4.7-Flash", "deepseek2, V2", "deepseek2, V3")
+LATENT = ("deepseek2, GLM-4.7-Flash", "deepseek2, V2", "deepseek2, V3", "kimi-linear")
 
 
 def load(name, folder):
@@ -128,6 +130,22 @@ def test_positions_behind_a_limit(name, limit, tmp_path, monkeypatch):
     assert off.max() < 0.01  # ties of few tokens
     assert torch.equal(answer(), got)
     assert len(stock) == 2
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@torch.no_grad()
+def test_router_of_kimi_linear(renormalize):
+    """Whose config has other names of the same fields."""
+    fields = {"num_experts": 8, "num_expert_group": 4, "topk_group": 2, "moe_renormalize": renormalize}
+    model = model_of("kimi-linear", **fields, n_group=4, num_experts_per_tok=3)
+    gate = model.model.layers[1].mlp.gate
+    found = router_in_config("kimi_linear", model.config.to_dict())
+    x = torch.randn(64, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    logits, weights, ids = gate(x)
+    got, chosen = w4a8.topk_routing(logits, 3, **found.arguments, e_score_correction_bias=gate.e_score_correction_bias)
+    wanted, mine = (torch.zeros(64, 8).scatter_(1, i.long(), w.float()) for i, w in ((ids, weights), (chosen, got)))
+    # An exponential within two units of the last place, sums of three, a quotient and a product.
+    torch.testing.assert_close(mine, wanted, rtol=2**-20, atol=0)
 
 
 @torch.no_grad()

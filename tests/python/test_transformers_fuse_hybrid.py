@@ -11,9 +11,10 @@ from test_transformers_fuse import check_rows_alone, differs_by, fails, run  # n
 from test_transformers_hybrid import ids, saved  # noqa: E402, F401
 
 from w4a8.integrations.transformers import W4A8Cache, W4A8Config, fast_attention, fuse  # noqa: E402
+from w4a8.integrations.transformers.fast import latent_cache  # noqa: E402
 
 FUSED = ["Qwen3_5", "Qwen3_5Moe", "Qwen3Next", "GraniteMoeHybrid", "NemotronH", "Lfm2", "Lfm2Moe", "Bamba", "FalconH1",
-         "OlmoHybrid"]  # fmt: skip
+         "OlmoHybrid", "KimiLinear"]  # fmt: skip
 pytestmark = [pytest.mark.usefixtures("no_gradients"), pytest.mark.parametrize("saved", FUSED, indirect=True)]
 
 
@@ -23,13 +24,14 @@ def model(saved):  # noqa: F811
 
 
 def load(saved):  # noqa: F811
-    packed = W4A8Config(group_size=32, default_skip=False, skip=["re:.*(gate|norm)$"])  # a pattern must match
+    packed = W4A8Config(group_size=32, default_skip=False, skip=["re:.*((?<!forget_)gate|norm)$"])  # one must match
     return transformers.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32, quantization_config=packed)
 
 
 def own_layers(model, tokens):
-    """Logits of the model's own layers over the same cache."""
-    undo = fast_attention(model, "bfloat16")
+    """Logits of the model's own layers over the same cache; of latent attention, over floats."""
+    is_latent = hasattr(model.config, "kv_lora_rank")
+    undo = (latent_cache if is_latent else fast_attention)(model, "bfloat16")
     found = run(model, tokens, cache=W4A8Cache(model.config, "bfloat16"))
     undo()
     return found
@@ -43,7 +45,7 @@ def test_families(model):
     error = differs_by(run(model, tokens, cache=W4A8Cache(model.config, "bfloat16")), own)
     undo()
     assert error < 0.02
-    parameters = [(key, each) for key, each in model.named_parameters() if each.dim() == 1]
+    parameters = [(key, each) for key, each in model.named_parameters() if each.squeeze().dim() == 1]
     found = {key.rsplit(".", 1)[-1] for key, _ in parameters}
     assert found >= ({"weight"} if model.config.model_type.startswith("lfm2") else {"A_log", "dt_bias", "weight"})
     for key, parameter in parameters:
@@ -90,7 +92,8 @@ def test_generate(model, monkeypatch):
     answers = model.generate(both, attention_mask=(both != 0).long(), **options)
     assert torch.equal(answers[:1, 5:], greedy)
     beams = model.generate(prompt, num_beams=3, return_dict_in_generate=True, output_scores=True, **options)
-    logits = run(model, beams.sequences)[0, 11:-1].log_softmax(-1)
+    cache, parts = W4A8Cache(model.config), beams.sequences.split([12] + [1] * 8, 1)  # as beams came into theirs
+    logits = torch.cat([run(model, part, cache=cache) for part in parts], 1)[0, 11:-1].log_softmax(-1)
     new = beams.sequences[0, 12:]
     torch.testing.assert_close(logits.gather(1, new[:, None]).sum() / 8, beams.sequences_scores[0])
 

@@ -18,7 +18,7 @@ struct Buffers {
     int64_t attended_size = 0;
     int64_t latent_size = 0;  // of queries that are multiplied with k_up
     int64_t q_size = 0;       // of latent attention with q_up
-    int64_t q_rank = 0;
+    int64_t row_rank = 0;     // likewise; and of z and decays of linear attention
     int64_t value_size = 0;
     int64_t low_size = 0;  // of sequences that begin with keys and values of each head
     int64_t kv_size = 0;
@@ -30,6 +30,7 @@ struct Buffers {
     int64_t top_k = 0;
     int64_t gates_size = 0;
     int64_t mixed_size = 0;
+    int64_t raised_size = 0;
     bool shares = false;
     bool norms_apart = false;  // rows of experts or of their router
     for (const LayerPlan& layer : plan.layers) {
@@ -39,15 +40,17 @@ struct Buffers {
       attended_size = std::max(attended_size, attention.heads * attention.value_size());
       if (linear.out) {
         attended_size = std::max(attended_size, linear.out_size());
-        if (linear.gates) gates_size = std::max(gates_size, linear.gates_size());
+        gates_size = std::max(gates_size, linear.gates.n);
         mixed_size = std::max(mixed_size, linear.mixed_size());
+        raised_size = std::max(raised_size, linear.raised_size());
+        row_rank = std::max(row_rank, linear.low_size());
       }
       if (attention.latent) {
         latent_size = std::max(latent_size, attention.heads * attention.head_size);
         value_size = std::max(value_size, attention.out_size());
         if (attention.latent.q_up) {
           q_size = std::max(q_size, attention.q_size());
-          q_rank = std::max(q_rank, attention.latent.q_up.k());
+          row_rank = std::max(row_rank, attention.latent.q_up.k());
         }
         if (attention.latent.kv_up) {
           low_size = std::max(low_size, attention.latent.rank);
@@ -74,7 +77,8 @@ struct Buffers {
     attended = slicer.take<float>(m * attended_size);
     gates = slicer.take<float>(m * gates_size);
     mixed = slicer.take<float>(m * mixed_size);
-    q_low = slicer.take<float>(m * q_rank);
+    raised = slicer.take<float>(m * raised_size);
+    row_low = slicer.take<float>(m * row_rank);
     q = slicer.take<float>(m * q_size);
     latent = slicer.take<float>(m * latent_size);
     values = slicer.take<float>(m * value_size);
@@ -105,7 +109,8 @@ struct Buffers {
   float* attended;
   float* gates;
   float* mixed;
-  float* q_low;
+  float* raised;
+  float* row_low;
   float* q;
   float* latent;
   float* values;

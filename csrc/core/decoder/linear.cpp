@@ -20,11 +20,7 @@ class Parts {
   }
 
  private:
-  FloatRows given(int64_t column) const {
-    const int64_t behind = column - plan_.in_size();
-    if (plan_.gates && behind >= 0) return {rows_.gates + behind, plan_.gates_size()};
-    return plan_.in.columns(rows_.in, tokens_, column);
-  }
+  FloatRows given(int64_t column) const { return rows_.columns(plan_, tokens_, column); }
 
   // Of each key head: queries, keys, values and z; behind them, of each key head: b and a.
   void take_apart() const {
@@ -34,10 +30,10 @@ class Parts {
     const int64_t head = 2 * layer.key_size + 2 * of_values;
     const int64_t keys = layer.key_heads * layer.key_size;
     const FloatRows all = given(0);
-    const FloatRows gates = given(plan_.in_size());
+    const FloatRows gates = given(plan_.gates_at());
     for (int64_t t = 0; t < tokens_; ++t) {
       float* const to = rows_.mixed + t * plan_.mixed_size();
-      float* const of_gates = to + plan_.in_size();
+      float* const of_gates = to + plan_.gates_at();
       for (int64_t h = 0; h < layer.key_heads; ++h) {
         const float* from = all.row(t) + h * head;
         from = take(from, layer.key_size, to + h * layer.key_size);
@@ -80,12 +76,14 @@ void run_linear(const Kernel& kernel, Team& team, Workspace& workspace, const Li
                        states.convolution, plan.conv_bias,   activate};
   };
   if (plan.kind == LinearPlan::Kind::kGatedDelta) {
+    const auto raised = [](const AnyMatrix& up, const float* x) { return ActivationRows{x, up.n(), DType::kFloat32}; };
     GatedDeltaCall call = {};
     call.sequences = states.sequences;
     call.convolution = convolution(0, true);
-    call.gates = parts.at(plan.channels);
-    call.betas = parts.at(plan.in_size());
-    call.decays = parts.at(plan.in_size() + plan.delta.value_heads);
+    call.gates = plan.z_up ? raised(plan.z_up, rows.z) : parts.at(plan.channels);
+    call.betas = parts.at(plan.gates_at());
+    call.decays =
+        plan.decay_up ? raised(plan.decay_up, rows.decays) : parts.at(plan.gates_at() + plan.delta.value_heads);
     call.state = states.state;
     call.slot_stride = states.slot_stride;
     call.head_stride = states.head_stride;
@@ -97,7 +95,7 @@ void run_linear(const Kernel& kernel, Team& team, Workspace& workspace, const Li
     call.sequences = states.sequences;
     call.gates = parts.at(0);
     call.convolution = convolution(plan.out_size(), true);
-    call.steps = parts.at(plan.in_size());
+    call.steps = parts.at(plan.gates_at());
     call.state = states.state;
     call.slot_stride = states.slot_stride;
     call.head_stride = states.head_stride;

@@ -23,9 +23,18 @@ struct LinearStates {
 
 /// Results of the projections of a step's tokens.
 struct LinearRows {
-  float* in = nullptr;     ///< of LinearPlan::in
-  float* gates = nullptr;  ///< [tokens, gates_size()], if LinearPlan::gates are floats
-  float* mixed = nullptr;  ///< [tokens, mixed_size()], memory
+  float* in = nullptr;      ///< of LinearPlan::in
+  float* gates = nullptr;   ///< [tokens, LinearPlan::gates.n], of those
+  float* mixed = nullptr;   ///< [tokens, mixed_size()], memory
+  float* z = nullptr;       ///< [tokens, LinearPlan::z_up.n()]: its results
+  float* decays = nullptr;  ///< likewise of decay_up
+
+  /// The columns of the projections from `column` on, up to the end of a matrix.
+  FloatRows columns(const LinearPlan& plan, int64_t tokens, int64_t column) const {
+    const int64_t behind = column - plan.in.n();
+    if (plan.gates && behind >= 0) return {gates + behind, plan.gates.n};
+    return plan.in.columns(in, tokens, column);
+  }
 };
 
 /// out: [tokens, out_size()], what LinearPlan::out takes. The states become those behind the tokens.

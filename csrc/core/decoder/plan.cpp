@@ -8,8 +8,9 @@ void cut_plan(DecoderPlan& plan, int workers) {
   std::vector<Products*> order;
   for (LayerPlan& layer : plan.layers) {
     for (Products* products :
-         {&layer.linear.in, &layer.linear.out, &layer.attention.qkv, &layer.attention.latent.q_up, &layer.attention.out,
-          &layer.mlp.gate_up, &layer.mlp.down, &layer.input.gate.packed, &layer.input.down.packed}) {
+         {&layer.linear.in, &layer.linear.z_up.packed, &layer.linear.decay_up.packed, &layer.linear.out,
+          &layer.attention.qkv, &layer.attention.latent.q_up, &layer.attention.out, &layer.mlp.gate_up, &layer.mlp.down,
+          &layer.input.gate.packed, &layer.input.down.packed}) {
       if (*products) order.push_back(products);
     }
   }

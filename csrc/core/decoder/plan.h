@@ -1,6 +1,7 @@
 // The parts of a decoder: plain data. Pointers are to memory that outlives the plan.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -108,9 +109,11 @@ struct AttentionPlan {
 struct LinearPlan {
   enum class Kind { kGatedDelta, kStateSpace, kShortConv };
   Kind kind = Kind::kGatedDelta;
-  Products in;        ///< side by side: queries, keys and values, z, b, a; or z, xbc, dt; or B, C, x
-  FloatMatrix gates;  ///< b and a, or dt, which then are not in `in`
-  Products out;       ///< none: the layer has no linear attention
+  Products in;         ///< side by side: queries, keys and values, z, b, a; or z, xbc, dt; or B, C, x
+  FloatMatrix gates;   ///< the last of these, which then are not in `in`: b and a, or dt; of low rank more or less
+  AnyMatrix z_up;      ///< gated delta: z of a row of low rank, which is in z's place; none: z is there itself
+  AnyMatrix decay_up;  ///< gated delta: decays of each channel of the keys, of a row of low rank behind z; then b
+  Products out;        ///< none: the layer has no linear attention
   GatedDeltaLayer delta = {};
   StateSpaceLayer space = {};
   bool interleaved = false;            ///< gated delta: all parts of a key head are next to each other
@@ -126,15 +129,19 @@ struct LinearPlan {
     if (kind == Kind::kGatedDelta) return delta.value_heads * delta.value_size;
     return kind == Kind::kStateSpace ? space.width() : channels;
   }
-  /// Of b and a, or of dt.
+  int64_t z_columns() const { return z_up ? z_up.k : out_size(); }  ///< of the projections
+  /// Of b and a, of b alone with decay_up, or of dt.
   int64_t gates_size() const {
-    if (kind == Kind::kGatedDelta) return 2 * delta.value_heads;
+    if (kind == Kind::kGatedDelta) return (decay_up ? 1 : 2) * delta.value_heads;
     return kind == Kind::kStateSpace ? space.heads : 0;
   }
-  /// Of the others.
-  int64_t in_size() const { return has_state() ? channels + out_size() : 3 * channels; }
+  /// Of the others, which are in front of them.
+  int64_t gates_at() const { return has_state() ? channels + z_columns() + decay_up.k : 3 * channels; }
+  /// Of z and the decays, if they are made of rows of low rank.
+  int64_t raised_size() const { return z_up.n() + decay_up.n(); }
+  int64_t low_size() const { return std::max(z_up.k, decay_up.k); }
   /// Of what is put in another order, or side by side.
-  int64_t mixed_size() const { return interleaved ? in_size() + gates_size() : apart ? channels : 0; }
+  int64_t mixed_size() const { return interleaved ? gates_at() + gates_size() : apart ? channels : 0; }
 };
 
 /// act(gate) * up, or act(up); then down.

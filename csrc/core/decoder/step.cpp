@@ -161,8 +161,17 @@ class Step {
   void linear_attention(const LinearPlan& plan, const LinearStates& states) {
     plan.in.multiply(kernel_, team_, workspace_, b_.normed, m_, b_.qkv);
     if (plan.gates) multiply_floats(plan.gates, b_.normed, plan_.hidden, b_.gates);
-    run_linear(kernel_, team_, workspace_, plan, states, {b_.qkv, b_.gates, b_.mixed}, b_.attended);
+    const LinearRows rows = {b_.qkv, b_.gates, b_.mixed, b_.raised, b_.raised + m_ * plan.z_up.n()};
+    if (plan.z_up) raise(plan.z_up, rows.columns(plan, m_, plan.channels), rows.z);
+    if (plan.decay_up) raise(plan.decay_up, rows.columns(plan, m_, plan.channels + plan.z_columns()), rows.decays);
+    run_linear(kernel_, team_, workspace_, plan, states, rows, b_.attended);
     plan.out.multiply(kernel_, team_, workspace_, b_.attended, m_, b_.y);
+  }
+
+  // Rows of low rank times a matrix.
+  void raise(const AnyMatrix& up, FloatRows low, float* out) {
+    for_rows(m_, [&](int64_t r) { std::copy_n(low.row(r), up.k, b_.row_low + r * up.k); });
+    multiply(up, b_.row_low, m_, out);
   }
 
   // out[m, matrix.n] = x[m, k] times a matrix of floats.
@@ -215,13 +224,13 @@ class Step {
     const int64_t q_columns = latent.q_up ? latent.q_up.k() : plan.q_size();
     const FloatRows k = plan.qkv.columns(b_.qkv, m_, q_columns);
     for_rows(m_, [&](int64_t r) {
-      if (latent.q_up) norm_row(plan.q_norm, q_columns, q.row(r), b_.q_low + r * q_columns);
+      if (latent.q_up) norm_row(plan.q_norm, q_columns, q.row(r), b_.row_low + r * q_columns);
       norm_row(plan.k_norm, latent.rank, k.row(r), k.row(r));
       turn(plan, r, k.row(r) + latent.rank);
     });
     if (latent.q_up) {
       q = {b_.q, plan.q_size()};
-      latent.q_up.multiply(kernel_, team_, workspace_, b_.q_low, m_, b_.q);
+      latent.q_up.multiply(kernel_, team_, workspace_, b_.row_low, m_, b_.q);
     }
     const NewTokens tokens = {k.data, k.data, k.stride, plan.head_size, k.stride, plan.head_size, DType::kFloat32};
     write_cache(kernel_, team_, cache, tokens, 0);

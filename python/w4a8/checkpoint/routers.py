@@ -30,8 +30,12 @@ from w4a8.core.routing import Router
 _LIKE_DEEPSEEK = dict.fromkeys(("glm4_moe_lite", "kimi_k2"), BY_MODEL_TYPE["deepseek_v3"])
 _GLM = BY_MODEL_TYPE["glm4_moe"]
 _DOTS = {"dots1": replace(_GLM, routing=replace(_GLM.routing, in_config={NORM: False}))}
+_KIMI = {"kimi_linear": replace(_GLM, routing=replace(_GLM.routing, in_config={SCALE: 2.446}))}
+_NAMES_OF_KIMI = {"moe_renormalize": "norm_topk_prob", "num_expert_group": "n_group"}  # in its config.json
 # By model_type.
-_MODELS = {name: each for name, each in (BY_MODEL_TYPE | _LIKE_DEEPSEEK | _DOTS).items() if each.routing is not None}
+_MODELS = {
+    name: each for name, each in (BY_MODEL_TYPE | _LIKE_DEEPSEEK | _DOTS | _KIMI).items() if each.routing is not None
+}
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -75,6 +79,7 @@ def router_in_config(model_type: str, text: Mapping[str, Any]) -> Router:
     Raises:
         CheckpointError: a value of another type, or out of range; names the key.
     """
+    text = {_NAMES_OF_KIMI.get(name, name): value for name, value in text.items()}
     known = _MODELS[model_type]
     routing = known.routing
     meant = {NORM: routing.renormalize, SCALE: 1.0, GROUPS: 1, KEPT_GROUPS: 1, **routing.in_config}

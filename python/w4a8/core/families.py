@@ -315,6 +315,7 @@ FAMILIES = {
         is_latent=True,
     ),
     "deepseek_v3": Family(shared=("shared_experts", ""), is_latent=True),
+    "kimi_linear": Family(shared=("shared_experts", ""), is_latent=True),
     "glm4_moe_lite": Family(
         "glm4_moe_lite.Glm4MoeLite",
         ("MLP", "glm4_moe.Glm4MoeMLP"),

@@ -187,7 +187,8 @@ class Stack:
         if self.family.part:
             part = self._part(layer, self.family.part)
             return part if hasattr(part, "q_proj") else None
-        return getattr(layer, "self_attn", None)
+        attention = getattr(layer, "self_attn", None)
+        return None if hasattr(attention, "conv1d") else attention  # linear attention
 
     def _joined(self, parent: Any, whole: str, parts: tuple[str, ...]) -> list[torch.Tensor]:
         """Packed matrices that are one in some models."""
@@ -309,7 +310,7 @@ class Stack:
             "head_size": head_size,
             "scale": float(attention.scaling),
             "kind": "latent",
-            "rope": 0,
+            "rope": -1 if self.rotary is None else 0,
             "interleaved": getattr(attention.config, "rope_interleave", True),
             "k_norm": k_norm.weight.detach().float(),
             "qk_norm_eps": self._eps(k_norm),

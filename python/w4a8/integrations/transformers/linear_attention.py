@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from functools import lru_cache
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -149,17 +150,18 @@ class _Operator(Guard):
         if not self._fits(layer):
             raise ValueError(f"{type(layer).__name__} is not computed by {self.kind}")
         large, small = self._projections(layer)
-        found, gates = [_packed(each) for each in large], None
-        if all(isinstance(each, PackedLinear) for each in small):
-            found += [_packed(each) for each in small]
-        else:
-            gates = torch.cat([each.weight.detach() for each in small])
+        packed = [*large, *takewhile(lambda each: isinstance(each, PackedLinear), small)]
+        found, floats = [_packed(each) for each in packed], small[len(packed) - len(large) :]
+        if any(isinstance(each, PackedLinear) for each in floats):
+            raise ValueError(f"a projection of {type(layer).__name__} is packed behind one of floats")
+        gates = torch.cat([each.weight.detach() for each in floats]) if floats else None
         projections = {"projections": found, "gates": gates, "kind": self.kind}
         projections["out"] = _packed(getattr(layer, self.out_name))
         return {**projections, **self.weights(layer), **self._sizes(layer)}
 
     def _projections(self, layer: Any) -> tuple[list[Any], list[Any]]:
-        """The modules of the projections in a Decoder's order: large ones, and small ones that may be floats."""
+        """The modules of the projections in a Decoder's order: large ones, and small ones, the last of which may be
+        floats."""
         return [layer.in_proj], []
 
     def _sizes(self, layer: Any) -> dict[str, Any]:
@@ -267,12 +269,11 @@ class _OlmoDelta(_GatedDelta):
 class _KimiDelta(_Operator):
     """Kimi-Linear's layer (KDA): each channel of the keys has a decay of its own."""
 
-    kind = "gated_delta with a decay of each channel"
-    out_name = "o_proj"
+    kind, out_name = "gated_delta", "o_proj"
 
     def _fits(self, layer: Any) -> bool:
         activations = layer.activation in ("silu", "swish"), layer.o_norm.activation == "sigmoid"
-        return layer.head_dim in ops.HEAD_SIZES and all(activations) and layer.conv1d.bias is None
+        return layer.head_dim in ops.STATE_SIZES and all(activations) and layer.conv1d.bias is None
 
     def _state_size(self, layer: Any) -> tuple[int, ...]:
         return layer.num_heads, layer.head_dim, layer.head_dim
@@ -286,11 +287,22 @@ class _KimiDelta(_Operator):
         found = layer_weights(layer.conv1d.weight.squeeze(1), rates, bias)
         return {**found, "norm": layer.o_norm.weight.detach().float()}
 
-    def decoder_fields(self) -> dict[str, Any]:
-        raise ValueError(f"a Decoder has no {self.kind}")
+    def _projections(self, layer: Any) -> tuple[list[Any], list[Any]]:
+        large = [layer.q_proj, layer.k_proj, layer.v_proj]
+        return large, [layer.g_a_proj, layer.forget_gate.f_a_proj, layer.b_proj]
+
+    def _sizes(self, layer: Any) -> dict[str, Any]:
+        sizes = {"key_size": layer.head_dim, "value_size": layer.head_dim, **self._heads(layer)}
+        ups = {"z_up": layer.g_b_proj, "decay_up": layer.forget_gate.f_b_proj}
+        packed = {name: isinstance(each, PackedLinear) for name, each in ups.items()}
+        return sizes | {name: each.packed if packed[name] else each.weight.detach() for name, each in ups.items()}
+
+    def _heads(self, layer: Any) -> dict[str, Any]:
+        heads = {"key_heads": layer.num_heads, "value_heads": layer.num_heads}
+        return {**heads, "norm_eps": layer.layer_norm_epsilon, "gate": "sigmoid"}
 
     def _compute(self, layer: Any, hidden_states: torch.Tensor, states: dict[str, torch.Tensor]) -> torch.Tensor:
-        gate, heads = layer.forget_gate, layer.num_heads
+        gate = layer.forget_gate
         qkv = torch.cat([layer.q_proj(hidden_states), layer.k_proj(hidden_states), layer.v_proj(hidden_states)], -1)
         return ops.gated_delta(
             qkv,
@@ -298,11 +310,8 @@ class _KimiDelta(_Operator):
             layer.b_proj(hidden_states),
             **self.weights(layer),
             **states,
-            key_heads=heads,
-            value_heads=heads,
-            norm_eps=layer.layer_norm_epsilon,
-            gate="sigmoid",
-            decay=gate.f_b_proj(gate.f_a_proj(hidden_states)).view(-1, heads, layer.head_dim),
+            **self._heads(layer),
+            decay=gate.f_b_proj(gate.f_a_proj(hidden_states)).view(-1, layer.num_heads, layer.head_dim),
         )
 
 
