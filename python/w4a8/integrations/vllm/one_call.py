@@ -45,7 +45,8 @@ def attach(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
         return
     layers, reason = None, reason_against(vllm_config, model_config)
     try:
-        layers = OneCall(model, vllm_config, model_config) if reason is None else None
+        text = getattr(model, "language_model", model)  # of a model that also sees
+        layers = OneCall(text, vllm_config, model_config) if reason is None else None
     except (Unfit, RuntimeError, AttributeError) as error:  # the second: sizes that the operator does not have
         reason = str(error) if isinstance(error, (Unfit, RuntimeError)) else f"{type(error).__name__}: {error}"
     reason = ranks.agree(reason)
@@ -221,14 +222,18 @@ class OneCall:
         intermediate_tensors: Any = None,
         inputs_embeds: torch.Tensor | None = None,
         per_layer_inputs: torch.Tensor | None = None,
+        **more: Any,
     ) -> torch.Tensor:
         """As upstream's: rows [tokens, hidden_size] behind the last norm."""
         metadata = get_forward_context().attn_metadata
         if isinstance(metadata, list):
             (metadata,) = metadata
-        if positions.dim() == 2 and not bool((positions == positions[0]).all()):  # of pictures
+        of_pictures = positions.dim() == 2 and not bool((positions == positions[0]).all())
+        if of_pictures or any(each is not None for each in more.values()):
             self._threads.restore()
-            return self._stock(input_ids, positions, intermediate_tensors, inputs_embeds)
+            if per_layer_inputs is not None:
+                more["per_layer_inputs"] = per_layer_inputs
+            return self._stock(input_ids, positions, intermediate_tensors, inputs_embeds, **more)
         hidden = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         hidden = hidden if self.embedding_factor == 1 else hidden * self.embedding_factor
         if not metadata:  # vLLM warms up, and there is no cache yet
