@@ -24,6 +24,8 @@ from w4a8.command import model_loading, sampling, session
 from w4a8.command.conversation import Conversation, tell, thinking_switch
 from w4a8.command.model import HELP, find
 from w4a8.command.report import UsageError, number
+from w4a8.core.words import gigabytes, plural
+from w4a8.quantization import QuantizationReport
 
 _COMMANDS = {
     "/clear": "forget the conversation, but not the system prompt",
@@ -80,13 +82,14 @@ def run(args: argparse.Namespace) -> int:
         if model.config.vocab_size != 256:
             raise ValueError(f"{args.model} has no tokenizer")
         tokenizer = Bytes()
-    tell(f"loaded in {time.perf_counter() - begin:.1f} s")
+    said = "" if report is None else f": {_became(report)}"
+    tell(f"loaded in {time.perf_counter() - begin:.1f} s{said}")
     for note in model_loading.speed_up(model):
         tell(note)
-    if report is not None:
-        tell(str(report).splitlines()[0])
     conversation = _conversation(args, path, model, tokenizer)
     made_with = _open_session(args, path, conversation)
+    if sys.stdin.isatty():
+        tell(f"{'/help lists commands; ' if conversation.chat else ''}Ctrl-D ends")
     while True:
         text = _read()
         if not text:
@@ -98,6 +101,12 @@ def run(args: argparse.Namespace) -> int:
                 session.save(args.session, made_with, conversation.messages, conversation.kept)
             except (OSError, RuntimeError) as error:  # safetensors has a class of its own for a full disk
                 tell(f"{args.session} is not written: {error}")
+
+
+def _became(report: QuantizationReport) -> str:
+    """What became of the layers, in words."""
+    left = f", {plural(len(report.skipped), 'layer')} left as floats" if report.skipped else ""
+    return f"{plural(len(report.replaced), 'layer')} packed, {gigabytes(report.packed_bytes)} of weights{left}"
 
 
 def _open_session(args: argparse.Namespace, path: Path, conversation: Conversation) -> dict[str, Any] | None:

@@ -72,13 +72,14 @@ def run(args: argparse.Namespace) -> int:
     program = vllm_program()
     if program is None:
         raise ImportError(f"vLLM is not installed here: {extras.VLLM}")
-    command, variables = command_of(args, program)
+    path = find(args.model, weights=False)
+    command, variables = command_of(args, program, path)
     if _EAGER in command and _EAGER not in args.rest:
         print(f"# torch.compile needs a C++ compiler, and there is no {_compiler()}: {_EAGER}", flush=True)
     print(" ".join([*(f"{name}={value}" for name, value in variables.items()), shlex.join(command)]), flush=True)
     if "amx_int8" in w4a8.cpu_features().split():
         print("# this CPU has AMX: compare with W4A8_VLLM=0 in front of it (docs/vllm.md)", flush=True)
-    for line in _where(args, command):
+    for line in _where(args, command, _chats(path)):
         print(f"# {line}", flush=True)
     if not args.dry_run:
         os.execve(command[0], command, {**os.environ, **variables})
@@ -108,14 +109,14 @@ def _entry_point() -> str:
     return module if any(Path(folder, file).is_file() for folder in folders) else "vllm.entrypoints.openai.api_server"
 
 
-def command_of(args: argparse.Namespace, program: list[str]) -> tuple[list[str], dict[str, str]]:
+def command_of(args: argparse.Namespace, program: list[str], path: Path) -> tuple[list[str], dict[str, str]]:
     """The command, and its environment variables.
 
     Args:
         args: of the command line; ``rest`` is passed to vLLM.
         program: from :func:`vllm_program`.
+        path: of the model, from :func:`find`.
     """
-    path = find(args.model, weights=False)
     model = args.model if hub_name(args.model) and not is_gguf(path) else str(path)
     sizes = _sizes_of_file(path) if is_gguf(path) else _sizes_of_config(read_json(path / "config.json"))
     longest = args.max_model_len or min(_LONGEST, sizes["longest"] or _LONGEST)
@@ -136,17 +137,28 @@ def command_of(args: argparse.Namespace, program: list[str]) -> tuple[list[str],
     return [*program, model, *said, *names, *eager, *args.rest], variables
 
 
-def _where(args: argparse.Namespace, command: Sequence[str]) -> list[str]:
-    """How to reach the server, in lines."""
+def _where(args: argparse.Namespace, command: Sequence[str], chats: bool) -> list[str]:
+    """How to reach the server, in lines. ``chats``: it answers in the chat format."""
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(args.host, args.host)
     url = f"http://{host}:{args.port}/v1"
     name = _said(command, _NAMED, "", str)
-    body = json.dumps({"model": name, "prompt": "Once upon a time", "max_tokens": 16})
+    path, question = "completions", {"prompt": "Once upon a time"}
+    if chats:
+        path, question = "chat/completions", {"messages": [{"role": "user", "content": "What is a CPU?"}]}
+    body = json.dumps({"model": name, **question, "max_tokens": 64})
     key = " -H 'Authorization: Bearer KEY'" if _said(command, "api-key", "", str) else ""
     return [
         f"programs for OpenAI's interface take {url} as base URL, and {name} as model; to try it:",
-        f"curl -s {url}/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}",
+        f"curl -s {url}/{path} -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}",
     ]
+
+
+def _chats(path: Path) -> bool:
+    """Whether a model has a chat template."""
+    if is_gguf(path):
+        return "tokenizer.chat_template" in GGUFFile(path).keys
+    config = path / "tokenizer_config.json"
+    return (path / "chat_template.jinja").is_file() or (config.is_file() and "chat_template" in read_json(config))
 
 
 def _compiler() -> str:

@@ -112,7 +112,8 @@ class _Server:
             said = error.read().decode(errors="replace")
             raise ValueError(f"{self._url}/{path} answers {error.code}: {shorten(said)}") from error
         except OSError as error:
-            raise ValueError(f"{self._url}/{path} does not answer: {error}") from error
+            reason = getattr(error, "reason", error)
+            raise ValueError(f"{self._url}/{path} does not answer: {reason} (w4a8 serve MODEL starts one)") from error
 
 
 def _prompts(count: int, longest: int) -> list[str]:

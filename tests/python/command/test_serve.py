@@ -271,6 +271,24 @@ def test_how_to_reach_it(model, options, name, url, tmp_path, started, capsys, m
     assert words[:3] == ["curl", "-s", f"{url}/completions"] and json.loads(words[-1])["model"] == name
 
 
+@pytest.mark.parametrize("where", ["chat_template.jinja", "tokenizer_config.json", "GGUF"])
+def test_a_model_with_a_chat_template(where, tmp_path, started, capsys):
+    """Is asked in the chat format."""
+    folder = write(tmp_path / "m", **QWEN)
+    template = "{{ messages[0]['content'] }}"
+    if where == "GGUF":
+        gguf_models = pytest.importorskip("gguf_models")
+        model = gguf_models.TinyModel("llama")
+        model.keys["tokenizer.chat_template"] = template
+        folder = model.write(tmp_path)
+    else:
+        (folder / where).write_text(template if where.endswith("jinja") else json.dumps({"chat_template": template}))
+    assert main(["serve", str(folder)]) == 0
+    words = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix("# "))
+    assert words[2].endswith("/v1/chat/completions")
+    assert json.loads(words[-1])["messages"] == [{"role": "user", "content": "What is a CPU?"}]
+
+
 def test_a_server_with_a_key(tmp_path, started, capsys):
     assert main(["serve", str(write(tmp_path / "m", **QWEN)), "--api-key", "secret"]) == 0
     told = capsys.readouterr().out.splitlines()[-1]
