@@ -1,4 +1,4 @@
-"""Progress bars, where tqdm is installed."""
+"""Progress bars, where tqdm is installed. They leave nothing behind."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def progress_bar(total: int, wanted: bool, unit: str, description: str) -> Itera
         logger.info("no progress bar: tqdm is not installed")
         yield _nothing
         return
-    with tqdm(total=total, unit=unit, desc=description) as bar:
+    with tqdm(total=total, unit=unit, desc=description, leave=False) as bar:
         yield bar.update
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from itertools import chain
 from pathlib import Path
@@ -24,6 +25,7 @@ from w4a8.command.inspect import token_bytes
 from w4a8.command.model import HELP, find
 from w4a8.command.report import UsageError, add_json, labelled, number, show, table
 from w4a8.core.words import gigabytes, plural
+from w4a8.progress import progress_bar
 
 _START = 8  # tokens of the prompt before decoding, if it is not asked for behind more
 
@@ -170,26 +172,34 @@ def examine(args: argparse.Namespace, asked: list[Case], threads: list[int]) -> 
     context = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     fit = [case for case in asked if context is None or case.length <= context]
     timed, measured, speeds = Timed(model), [], []
-    for count in threads:
-        torch.set_num_threads(count)
-        memory = machine.read_speed()
-        speeds.append({"threads": count, "bytes_per_second": round(memory)})
-        for case in fit:
-            timed.run(case)  # which meets new pages and caches
-            found = [timed.run(case) for _ in range(args.repetitions)]
-            median = statistics.median(found)
-            # A prompt, and a batch, read other bytes for each token.
-            share = median * token / memory if case.decode and case.batch == 1 else None
-            measured.append(
-                {
-                    "case": case.name,
-                    "threads": count,
-                    "tokens_per_second": median,
-                    "least": min(found),
-                    "most": max(found),
-                    "memory_share": share,
-                }
-            )
+    runs = len(threads) * len(fit) * (1 + args.repetitions)
+    with progress_bar(runs, sys.stderr.isatty(), "run", "measuring") as advance:
+
+        def run(case: Case) -> float:
+            speed = timed.run(case)
+            advance()
+            return speed
+
+        for count in threads:
+            torch.set_num_threads(count)
+            memory = machine.read_speed()
+            speeds.append({"threads": count, "bytes_per_second": round(memory)})
+            for case in fit:
+                run(case)  # which meets new pages and caches
+                found = [run(case) for _ in range(args.repetitions)]
+                median = statistics.median(found)
+                # A prompt, and a batch, read other bytes for each token.
+                share = median * token / memory if case.decode and case.batch == 1 else None
+                measured.append(
+                    {
+                        "case": case.name,
+                        "threads": count,
+                        "tokens_per_second": median,
+                        "least": min(found),
+                        "most": max(found),
+                        "memory_share": share,
+                    }
+                )
     return {
         "model": args.model,
         "w4a8": w4a8.__version__,

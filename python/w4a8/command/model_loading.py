@@ -21,6 +21,7 @@ from w4a8.core.json_fields import json_field, read_json
 from w4a8.formats.float8 import has_float8
 from w4a8.formats.packed_directory import is_packed as is_packed_config
 from w4a8.formats.rules import config_in
+from w4a8.progress import progress_bar
 from w4a8.quantization import QuantizationReport, quantize_
 from w4a8.quantization.texts import OWN, own_text, windows
 
@@ -69,19 +70,21 @@ def add_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 
 
 def import_transformers() -> Any:
-    """The package transformers, with the quantizer registered.
+    """The package transformers, with the quantizer registered. Its progress bars are for terminals, and leave nothing.
 
     Raises:
         ImportError: transformers is not installed, or not as expected; says what to do.
     """
-    try:
-        import transformers
-    except ImportError:
-        raise ImportError(f"this needs transformers: {extras.TRANSFORMERS}") from None
-    import w4a8.integrations.transformers  # noqa: F401 (registers the quantizer)
-
-    if not sys.stderr.isatty():
+    shows = sys.stderr.isatty()
+    with progress_bar(1, shows and "transformers" not in sys.modules, "package", "importing transformers"):
+        try:
+            import transformers
+        except ImportError:
+            raise ImportError(f"this needs transformers: {extras.TRANSFORMERS}") from None
+        import w4a8.integrations.transformers  # noqa: F401 (registers the quantizer)
+    if not shows:
         transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_tqdm_hook(lambda bar, args, options: bar(*args, **{**options, "leave": False}))
     return transformers
 
 

@@ -1,5 +1,6 @@
 """`w4a8 bench`: what is fed and counted, by a clock of the test. Nothing here depends on how fast it is."""
 
+import contextlib
 import json
 import shutil
 
@@ -90,6 +91,21 @@ def test_what_is_fed(tiny, monkeypatch, capsys):
     assert passes[18:30] == [(1, 3), *steps, (1, 1), *steps, (1, 1), *steps]
     assert passes[30:] == [(4, 8), (4, 1), (4, 1), (4, 1)] * 3
     assert {threads for (_, tokens, threads) in seen if tokens > 1} == {2}
+
+
+def test_progress(tiny, monkeypatch, capsys):
+    """One step for each run, on a terminal alone."""
+    totals, steps = [], []
+
+    @contextlib.contextmanager
+    def bar(total, wanted, *_):
+        totals.append((total, wanted))
+        yield lambda: steps.append(1)
+
+    monkeypatch.setattr(bench, "progress_bar", bar)
+    monkeypatch.setattr(bench.Timed, "run", lambda *_: 1.0)
+    asked(capsys, tiny, "--threads", "1,2", "--behind", "", "--repetitions", "3", "--prompts", "5,9", "--decode", "3")
+    assert totals == [(2 * 4 * 4, False)] and len(steps) == 32
 
 
 def test_medians(tiny, monkeypatch, capsys):

@@ -7,6 +7,7 @@ import os
 import select
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -302,9 +303,11 @@ def test_thinking_switch():
 
 
 def test_on_a_terminal(with_words):
-    """Ctrl-C ends an answer, and nothing at the prompt; then an empty line ends the program."""
-    pty = pytest.importorskip("pty")
+    """Progress of loading is in one line. Ctrl-C ends an answer, and nothing at the prompt; then an empty line ends the
+    program."""
+    pty, fcntl, termios = map(pytest.importorskip, ("pty", "fcntl", "termios"))
     ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
     endless = ["--max-new-tokens", "10000000", "--ctx", "20000000", "--temperature", "0"]
     command = [sys.executable, "-m", "w4a8", "chat", str(with_words), *endless]
     environment = {**os.environ, "TERM": "dumb"}
@@ -329,7 +332,11 @@ def test_on_a_terminal(with_words):
         return before
 
     try:
-        wait_for(b"> ")
+        shown = wait_for(b"> ")
+        assert b"importing transformers" in shown and b"Packing" in shown
+        # Of progress nothing stays: a line shows what is written behind the last return to its start.
+        lines = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in shown.split(b"\n")]
+        assert all(line.startswith(b"[") for line in lines[:-1]) and lines[-1] == b""
         wait_for(b"an empty line ends it", interrupt=True)
         wait_for(b"> ")
         for _ in range(2):
