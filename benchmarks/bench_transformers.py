@@ -24,6 +24,7 @@ import transformers
 from qwen3_moe import Shapes
 
 import w4a8
+from w4a8.command.timing import START, Case, TimedModel
 from w4a8.integrations.transformers import W4A8Config
 from w4a8.nn import W4A8Experts
 
@@ -42,29 +43,11 @@ def write_checkpoint(directory: Path, layers: int) -> None:
     model.save_pretrained(directory, max_shard_size="1GB")
 
 
-class Model:
+class Model(TimedModel):
     """One way to run it."""
 
-    def __init__(self, directory: Path, vocabulary: int, **options: Any) -> None:
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(directory, **options)
-        self.vocabulary = vocabulary
-
-    def generate(self, batch: int, prompt: int, tokens: int) -> float:
-        """Seconds."""
-        rows = [[(7919 * (i + 1) * (b + 1)) % self.vocabulary for i in range(prompt)] for b in range(batch)]
-        begin = time.perf_counter()
-        self.model.generate(
-            torch.tensor(rows), max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-        return time.perf_counter() - begin
-
-    def decode(self, batch: int, tokens: int) -> float:
-        """Tokens per second of the steps after the first."""
-        return batch * tokens / (self.generate(batch, 8, tokens + 1) - self.generate(batch, 8, 1))
-
-    def prefill(self, tokens: int) -> float:
-        """Tokens per second of one prompt."""
-        return tokens / self.generate(1, tokens, 1)
+    def __init__(self, directory: Path, **options: Any) -> None:
+        super().__init__(transformers.AutoModelForCausalLM.from_pretrained(directory, **options))
 
     def experts(self, tokens: int) -> float:
         """The same of the experts alone, one token after another, 8 of 128 drawn anew in each layer."""
@@ -94,19 +77,18 @@ def main() -> None:
         folder = (args.folder or Path(temporary)) / f"qwen3-{args.layers}-layers"
         if not (folder / "config.json").exists():
             write_checkpoint(folder, args.layers)
-        vocabulary = transformers.AutoConfig.from_pretrained(folder).vocab_size
         if args.packed:
-            models = packed_ways(folder, args.group, vocabulary)
+            models = packed_ways(folder, args.group)
         else:
             theirs = {"experts_implementation": args.experts} if args.experts else {}
             models = {
-                "bf16": Model(folder, vocabulary, **theirs),
-                "w4a8": Model(folder, vocabulary, quantization_config=W4A8Config(args.group)),
+                "bf16": Model(folder, **theirs),
+                "w4a8": Model(folder, quantization_config=W4A8Config(args.group)),
             }
         measure(models, args)
 
 
-def packed_ways(folder: Path, group: int, vocabulary: int) -> dict[str, Model]:
+def packed_ways(folder: Path, group: int) -> dict[str, Model]:
     """A packed directory, mapped and copied."""
     packed = folder.with_name(f"{folder.name}-packed-g{group}")
     if not (packed / "config.json").exists():
@@ -115,16 +97,19 @@ def packed_ways(folder: Path, group: int, vocabulary: int) -> dict[str, Model]:
     models = {}
     for way, value in (("mapped", ""), ("copied", "copy")):
         os.environ["W4A8_MEMORY"] = value
-        models[way] = Model(packed, vocabulary)
+        models[way] = Model(packed)
     return models
 
 
 def measure(models: dict[str, Model], args: argparse.Namespace) -> None:
     """Prints the table: the second way as a multiple of the first."""
     questions = {
-        "decode, batch 1": lambda model: model.decode(1, 32),
-        "decode, batch 8": lambda model: model.decode(8, 16),
-        "prefill, 512 tokens": lambda model: model.prefill(512),
+        case.name: lambda model, case=case: model.run(case)
+        for case in (
+            Case("decode, batch 1", 1, START, 32),
+            Case("decode, batch 8", 8, START, 16),
+            Case("prefill, 512 tokens", 1, 512, 0),
+        )
     }
     first, second = models
     if args.packed:

@@ -23,6 +23,8 @@ from pathlib import Path
 
 from qwen3_moe import Shapes
 
+from w4a8.command.timing import START, Case, TimedEngine
+
 # name: (scheme of qwen3_moe.py, plugin)
 WAYS = {
     "bf16 (stock)": ("bfloat16", False),
@@ -53,7 +55,9 @@ def has_amx() -> bool:
 # ---- one engine, and the process that asks it ----
 
 
-class Engine:
+class Engine(TimedEngine):
+    """An engine with few questions at a time, whose weights are random unless ``load_format`` is another."""
+
     def __init__(
         self,
         model: str,
@@ -62,51 +66,15 @@ class Engine:
         load_strategy: str | None = None,
         **more: object,
     ) -> None:
-        from vllm import LLM
+        super().__init__(model, max_model_len, load_format=load_format, safetensors_load_strategy=load_strategy, **more)
 
-        self.llm = LLM(
-            model,
-            skip_tokenizer_init=True,
-            load_format=load_format,
-            safetensors_load_strategy=load_strategy,
-            max_model_len=max_model_len,
-            max_num_seqs=8,
-            enable_prefix_caching=False,
-            seed=0,
-            **more,
-        )
-        self.vocabulary = self.llm.llm_engine.model_config.get_vocab_size()
-        self.answers: dict[int, list[int]] = {}  # of the last question: by the first token of a prompt
-
-    def generate(self, batch: int, prompt: int, tokens: int) -> tuple[float, float]:
-        """Seconds until all sequences have their first token, and from there to the end."""
-        from vllm import SamplingParams
-
-        parameters = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        engine = self.llm.llm_engine
-        firsts, self.answers = {}, {}
-        begun = time.perf_counter()
-        for b in range(batch):
-            ids = [(7919 * (i + 1) * (b + 1)) % self.vocabulary for i in range(prompt)]
-            firsts[str(b)] = ids[0]
-            engine.add_request(str(b), {"prompt_token_ids": ids}, parameters)
-        answering: set[str] = set()
-        first = begun
-        while engine.has_unfinished_requests():
-            outputs = engine.step()
-            if len(answering) < batch:
-                answering |= {output.request_id for output in outputs if output.outputs[0].token_ids}
-                first = time.perf_counter()
-            self.answers |= {firsts[output.request_id]: list(output.outputs[0].token_ids) for output in outputs}
-        return first - begun, time.perf_counter() - first
-
-    def decode(self, batch: int, tokens: int, prompt: int = 8) -> float:
+    def decode(self, batch: int, tokens: int, prompt: int = START) -> float:
         """Tokens per second of the steps after the first."""
-        return batch * tokens / self.generate(batch, prompt, tokens + 1)[1]
+        return self.run(Case("", batch, prompt, tokens))
 
     def prefill(self, tokens: int) -> float:
         """Tokens per second of one prompt."""
-        return tokens / self.generate(1, tokens, 1)[0]
+        return self.run(Case("", 1, tokens, 0))
 
 
 def serve(model: str, answers: int) -> None:

@@ -118,16 +118,9 @@ def command_of(args: argparse.Namespace, program: list[str], path: Path) -> tupl
         path: of the model, from :func:`find`.
     """
     model = args.model if hub_name(args.model) and not is_gguf(path) else str(path)
-    sizes = _sizes_of_file(path) if is_gguf(path) else _sizes_of_config(read_json(path / "config.json"))
+    sizes = sizes_of(path)
     longest = args.max_model_len or min(_LONGEST, sizes["longest"] or _LONGEST)
-    variables = {}
-    if args.kv_cache is not None or CACHE not in os.environ:
-        ours = is_gguf(path) or _quantized(path) or _said(args.rest, "quantization", "", str) == METHOD
-        kind = attention_kind(sizes, args.rest) if ours else None
-        needed = math.ceil(_ROOM * longest * cache_bytes(sizes, kind) / 2**30)
-        variables[CACHE] = str(max(1, needed) if args.kv_cache is None else args.kv_cache)
-    if not binding.chosen() and binding.shares_cores(os.sched_getaffinity(0)):
-        variables[binding.RESERVED] = "0"
+    variables = variables_of(path, sizes, longest, args.rest, args.kv_cache)
     if args.lm_head is not None:
         variables[LM_HEAD_SWITCH] = args.lm_head
     options = {"max-model-len": longest, "host": args.host, "port": args.port}
@@ -135,6 +128,29 @@ def command_of(args: argparse.Namespace, program: list[str], path: Path) -> tupl
     eager = [_EAGER] if shutil.which(_compiler()) is None and _EAGER not in args.rest else []
     said = [f"--{name}={value}" for name, value in options.items()]
     return [*program, model, *said, *names, *eager, *args.rest], variables
+
+
+def variables_of(
+    path: Path, sizes: Mapping[str, Any], tokens: int, rest: Sequence[str] = (), gib: int | None = None
+) -> dict[str, str]:
+    """Variables of the environment for vLLM: the size of its cache, and which CPUs compute.
+
+    Args:
+        path: of the model.
+        sizes: from :func:`sizes_of`.
+        tokens: that the cache holds.
+        rest: arguments of vLLM.
+        gib: the size of the cache; None: as the environment says, else for ``tokens``, 1 at least.
+    """
+    variables = {}
+    if gib is not None or CACHE not in os.environ:
+        ours = is_gguf(path) or _quantized(path) or _said(rest, "quantization", "", str) == METHOD
+        kind = attention_kind(sizes, rest) if ours else None
+        needed = math.ceil(_ROOM * tokens * cache_bytes(sizes, kind) / 2**30)
+        variables[CACHE] = str(max(1, needed) if gib is None else gib)
+    if not binding.chosen() and binding.shares_cores(os.sched_getaffinity(0)):
+        variables[binding.RESERVED] = "0"
+    return variables
 
 
 def _where(args: argparse.Namespace, command: Sequence[str], chats: bool) -> list[str]:
@@ -220,6 +236,11 @@ def _quantized(folder: Path) -> bool:
     """Whether a model is quantized by a method whose layers the plugin runs."""
     config = config_in(folder)
     return config is not None and (method_of(config) is not None or is_packed(config))
+
+
+def sizes_of(path: Path) -> dict[str, Any]:
+    """``longest``: tokens of the model's context; and sizes of its cache, as :func:`cache_bytes` takes them."""
+    return _sizes_of_file(path) if is_gguf(path) else _sizes_of_config(read_json(path / "config.json"))
 
 
 def _sizes_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
