@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from w4a8.core.activation import OWN_NUMBERS, GateNumbers
+from w4a8.core.bridge import run_on_cpu
 from w4a8.core.experts import ExpertSizes
 from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix, PackedAs, pack_as
@@ -58,10 +59,12 @@ class PackedExperts(PackedStacks):
     Attributes:
         w13_packed: uint8 [E, bytes] of ``dyn_quant_pack_4bit_weight``: gate rows, then up rows.
         w2_packed: uint8 [E, bytes].
+        stays_on_cpu: ``to`` moves the module to no accelerator (:func:`w4a8.nn.beside.beside`).
     """
 
     w13_packed: torch.Tensor
     w2_packed: torch.Tensor
+    stays_on_cpu = False
 
     def __init__(self, w13_packed: torch.Tensor, w2_packed: torch.Tensor, sizes: ExpertSizes) -> None:
         """Takes the stacks.
@@ -74,6 +77,11 @@ class PackedExperts(PackedStacks):
         for name, packed in (("w13_packed", w13_packed), ("w2_packed", w2_packed)):
             self.check_packed(name, packed)
             self.register_buffer(name, packed)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: object, **kwargs: object) -> PackedExperts:
+        if self.stays_on_cpu and fn(torch.empty(0)).device.type not in ("cpu", "meta"):
+            return self
+        return super()._apply(fn, *args, **kwargs)
 
 
 # Name of the stack, expert, weight [N, K] and bias [N] or None -> the matrix.
@@ -202,6 +210,8 @@ class W4A8Experts(PackedExperts):
     ) -> torch.Tensor:
         """The weighted sum of each token's experts.
 
+        Tensors of an accelerator are copied to packed experts on the CPU, and the result is copied back.
+
         Args:
             hidden_states: float32, bfloat16 or float16 [..., H], T rows in all.
             top_k_index: int32 or int64 [T, k], in [0, E); -1 or E is a slot without an expert. None, with
@@ -219,6 +229,12 @@ class W4A8Experts(PackedExperts):
             top_k_index, top_k_weights = self._in_turn(hidden_states)
         if top_k_index is None or top_k_weights is None:
             raise ValueError("top_k_index and top_k_weights are given both or not at all")
+        if hidden_states.device.type not in ("cpu", "meta") and self.w13_packed.device.type == "cpu":
+            rows = hidden_states.reshape(-1, self.hidden_size)
+            return run_on_cpu(self._run, rows, top_k_index, top_k_weights).view(hidden_states.shape)
+        return self._run(hidden_states, top_k_index, top_k_weights)
+
+    def _run(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         ids = top_k_index.masked_fill(top_k_index == self.num_experts, -1)
         return dynamic_4bit_int_moe(
             hidden_states,

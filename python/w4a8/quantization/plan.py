@@ -49,6 +49,11 @@ class Plan:
     jobs: list[Job] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
 
+    def leave_linear(self, reason: str) -> None:
+        """Leaves all linear layers alone, for this reason."""
+        self.skipped.update((name, reason) for job in self.jobs if job.kind == "linear" for name in job.names)
+        self.jobs = [job for job in self.jobs if job.kind != "linear"]
+
 
 class _Planner:
     def __init__(self, model: torch.nn.Module, options: QuantOptions, skip: Skipped) -> None:

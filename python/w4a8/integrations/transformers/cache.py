@@ -199,6 +199,11 @@ class PackedStates:
         )
 
 
+def _refuse_accelerator(keys: torch.Tensor) -> None:
+    if keys.device.type not in ("cpu", "meta"):
+        raise ValueError(f"keys are on {keys.device}, expected a CPU: beside an accelerator use another cache")
+
+
 class PackedLayer(CacheLayerMixin):
     """The cache of one layer of the model; a layer of DynamicCache if the operator cannot take the heads."""
 
@@ -212,6 +217,7 @@ class PackedLayer(CacheLayerMixin):
         pages.layers.append(self)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        _refuse_accelerator(key_states)
         sizes = key_states.shape[-1], value_states.shape[-1]
         if all(size in HEAD_SIZES for size in sizes) and key_states.dtype in _TYPES and key_states.device.type == "cpu":
             self.make_cache(key_states.shape[1], *sizes)
@@ -300,6 +306,7 @@ class LatentLayer(PackedLayer):
         Raises:
             RuntimeError: the cache has rows of a step in one call.
         """
+        _refuse_accelerator(key_states)
         if self.columns:
             raise RuntimeError(
                 "the cache has latent rows of layers in one call, which the model's own layers cannot read. Call "

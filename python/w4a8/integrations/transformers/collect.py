@@ -13,6 +13,7 @@ from transformers.core_model_loading import Concatenate, ConversionOps, MergeMod
 
 from w4a8.core.pages import Pages
 from w4a8.integrations.transformers.config import W4A8Config
+from w4a8.integrations.transformers.guard import goes_to
 from w4a8.integrations.transformers.names import refuse_made_up
 from w4a8.integrations.transformers.tied import give_stand_ins
 from w4a8.quantization import QuantizationError, QuantizationReport
@@ -43,8 +44,16 @@ class Collector:
         report: what became of the modules.
     """
 
-    def __init__(self, model: torch.nn.Module, config: W4A8Config, files: Sequence[str]) -> None:
+    def __init__(
+        self, model: torch.nn.Module, config: W4A8Config, files: Sequence[str], beside: torch.device | None = None
+    ) -> None:
         """Plans, for a model on the meta device whose weights are mapped from files.
+
+        Args:
+            model: of transformers.
+            config: how to quantize.
+            files: of the weights.
+            beside: the device that linear layers go to, as floats; None: they are quantized.
 
         Raises:
             ValueError: an ``activation_group`` that does not divide the group size, an entry of ``skip`` that matches
@@ -56,6 +65,8 @@ class Collector:
         self.pending: dict[str, tuple[_Pending, str]] = {}  # by name in the model: module and parameter
         options = config.quant_options()
         plan = make_plan(model, options, config.skipped())
+        if beside is not None:
+            plan.leave_linear(goes_to(beside))
         choose(model, plan.jobs, options)
         self.report = QuantizationReport(skipped=plan.skipped)
         # transformers ties weights after loading, so the plan could not see ties.

@@ -14,8 +14,13 @@ device = "cpu"  # where models are loaded to; within dry_run "meta"
 
 _STAY = (
     "its weights are packed for the w4a8 operators, which run on CPUs. Load the unquantized checkpoint without "
-    "W4A8Config instead"
+    "W4A8Config instead, or, to leave its experts alone on the CPU, with device_map"
 )
+
+
+def goes_to(beside: torch.device) -> str:
+    """Why a layer is not packed in a model whose experts stay on the CPU."""
+    return f"it goes to {beside}"
 
 
 def inference_only(model: torch.nn.Module) -> None:
@@ -26,12 +31,6 @@ def inference_only(model: torch.nn.Module) -> None:
             # torch calls these two for a module that is moved or trained, and for all its submodules.
             module.train = _Train(module)
             module._apply = _Apply(module)
-
-
-def refuse_device(device: Any) -> None:
-    """Raises RuntimeError for anything but CPUs."""
-    if device is not None and torch.device(device).type not in ("cpu", "meta"):
-        raise RuntimeError(f"the model cannot go to {device}: {_STAY}")
 
 
 class _Train(Guard):
@@ -47,10 +46,18 @@ class _Train(Guard):
 
 class _Apply(Guard):
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> torch.nn.Module:
+        module = self._module()
+        packed = [part for part in module.modules() if isinstance(part, PackedModule)]
+        if not all(getattr(part, "stays_on_cpu", False) for part in packed):
+            self._refuse_others(fn)
+        return type(module)._apply(module, fn, *args, **kwargs)
+
+    @staticmethod
+    def _refuse_others(fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Raises RuntimeError for anything but CPUs."""
         try:
             tried = fn(torch.empty(0))
         except Exception as error:  # torch lacks the device, in many ways
             raise RuntimeError(f"the model cannot leave the CPU ({error}): {_STAY}") from error
-        refuse_device(tried.device)
-        module = self._module()
-        return type(module)._apply(module, fn, *args, **kwargs)
+        if tried.device.type not in ("cpu", "meta"):
+            raise RuntimeError(f"the model cannot go to {tried.device}: {_STAY}")

@@ -45,9 +45,16 @@ class PrequantizedModules(Modules):
     """The quantized modules of a model."""
 
     def __init__(
-        self, model: torch.nn.Module, source: Mapping[str, Any], files: Sequence[str], config: W4A8Config
+        self,
+        model: torch.nn.Module,
+        source: Mapping[str, Any],
+        files: Sequence[str],
+        config: W4A8Config,
+        beside: torch.device | None = None,
     ) -> None:
         """Finds the modules, and takes them out of the model, which is on the meta device, until ``finish``.
+
+        ``beside``: the device that linear layers of floats of 8 bits go to, as floats; None: they are rounded.
 
         Raises:
             ValueError: the method of ``source``, the quantization_config, cannot be run, a tensor has no place in the
@@ -95,7 +102,7 @@ class PrequantizedModules(Modules):
         self.options: dict[str, QuantOptions] = {}
         self.reasons: dict[str, str] = {}
         if has_float8:
-            self._plan(model, config)
+            self._plan(model, config, beside)
         others = [key for key in keys if keys[key][0] not in unknown]
         given = self._check_others(model, names, others, problems)
         super().__init__(
@@ -103,10 +110,12 @@ class PrequantizedModules(Modules):
         )
         refuse_missing(model, given)
 
-    def _plan(self, model: torch.nn.Module, config: W4A8Config) -> None:
+    def _plan(self, model: torch.nn.Module, config: W4A8Config, beside: torch.device | None) -> None:
         """Chooses which modules of floats of 8 bits are rounded, and how, as for a model of floats."""
         options = config.quant_options()
         plan = make_plan(model, options, config.skipped())
+        if beside is not None:
+            plan.leave_linear(guard.goes_to(beside))
         for path in self.matrices:
             names = (name for lists in self.matrices[path].values() for names in lists for name in names)
             self.are_float8[path] = {isinstance(self.source.scheme(name), Float8Scheme) for name in names}

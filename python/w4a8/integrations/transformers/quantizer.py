@@ -21,13 +21,14 @@ from w4a8.integrations.transformers import guard
 from w4a8.integrations.transformers.collect import Collector, Give, unstacked
 from w4a8.integrations.transformers.config import W4A8Config
 from w4a8.integrations.transformers.fused import fuse
-from w4a8.integrations.transformers.guard import inference_only, refuse_device
+from w4a8.integrations.transformers.guard import inference_only
 from w4a8.integrations.transformers.linear_attention import use_operators
 from w4a8.integrations.transformers.modules import Modules
 from w4a8.integrations.transformers.names import check_files, check_inside, refuse_codes, split_into
 from w4a8.integrations.transformers.packed_checkpoint import PackedModules
 from w4a8.integrations.transformers.prequantized import PrequantizedModules
-from w4a8.integrations.transformers.tied import drop_stand_ins
+from w4a8.integrations.transformers.tied import drop_stand_ins, retie
+from w4a8.nn.beside import accelerator, beside
 from w4a8.nn.output_layer import multiply_once
 from w4a8.nn.packed import PackedModule
 from w4a8.quantization import QuantizationReport
@@ -41,11 +42,13 @@ class W4A8HfQuantizer(HfQuantizer):
 
     Attributes:
         report: of quantizing or packing, as ``w4a8.quantize_`` gives it; None for a packed directory.
+        beside: the accelerator that everything but the packed experts goes to, or None.
     """
 
     def __init__(self, quantization_config: W4A8Config, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.report: QuantizationReport | None = None
+        self.beside: torch.device | None = None
         self._collector: Collector | None = None
         self._modules: Modules | None = None
         self._splitting: list[WeightConverter] = []
@@ -64,8 +67,8 @@ class W4A8HfQuantizer(HfQuantizer):
 
     @property
     def is_compileable(self) -> bool:
-        """The operators work under torch.compile."""
-        return True
+        """The operators work under torch.compile; a graph of an accelerator cannot have a call of the CPU in it."""
+        return self.beside is None
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, torch.Tensor] | None, dict[str, str]]:
         """Called by save_pretrained before it writes config.json, which gets the list of packed tensors."""
@@ -77,15 +80,23 @@ class W4A8HfQuantizer(HfQuantizer):
     # Before loading.
 
     def validate_environment(self, *args: Any, device_map: Any = None, **_: Any) -> None:
-        """Refuses devices other than the CPU, and offloading."""
-        for device in _devices(device_map):
-            if device == "disk":
-                raise ValueError("device_map has 'disk': packed weights are mapped from their file anyway")
-            refuse_device(device)
+        """Takes CPUs, or one accelerator for everything but the packed experts; refuses all else.
+
+        Raises:
+            ValueError: several accelerators, other modules than experts on the CPU beside one, ``disk`` or ``meta``.
+            RuntimeError: torch cannot use the device here.
+        """
+        self.beside = beside_in(device_map)
+        if self.beside is not None and self.quantization_config.fuse is not None:
+            raise ValueError(
+                f"fuse is {self.quantization_config.fuse!r}, but device_map has {self.beside}: layers run in one call "
+                "on CPUs alone"
+            )
 
     def update_device_map(self, device_map: Any) -> Any:
-        """``auto`` and the like mean the CPU."""
-        return {"": guard.device} if device_map is None or isinstance(device_map, str) else device_map
+        """``auto`` and the like mean the CPU. Beside an accelerator weights are loaded on the CPU, and then move."""
+        on_cpu = device_map is None or isinstance(device_map, str) or self.beside is not None
+        return {"": guard.device} if on_cpu else device_map
 
     def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype | None:
         """Refuses a type that the operators do not take."""
@@ -103,13 +114,35 @@ class W4A8HfQuantizer(HfQuantizer):
             # transformers ignores a method that it does not know (modelopt), or that has a file of its own.
             source = config_in(Path(files[0]).parent)
         if source is not None:
-            self._modules = PrequantizedModules(model, source, files, self.quantization_config)
+            self._modules = PrequantizedModules(model, source, files, self.quantization_config, self.beside)
         elif self.pre_quantized:
             self._modules = PackedModules(model, files, self.quantization_config.packed)
         else:
             refuse_codes(model, files)
-            self._collector = Collector(model, self.quantization_config, files)
+            self._collector = Collector(model, self.quantization_config, files, self.beside)
+        self._check_beside()
         check_files(files, () if self._modules is None else self._modules.keys)
+
+    def _check_beside(self) -> None:
+        """Refuses, before weights are read, a model of which nothing would stay on the CPU beside an accelerator."""
+        if self.beside is None:
+            return
+        if self._modules is None:
+            has_experts = bool(self._collector.pending)
+        else:
+            olds = self._modules.old.values()
+            has_experts = not all(isinstance(old, (torch.nn.Linear, torch.nn.Embedding)) for old in olds)
+            rounds = isinstance(self._modules, PackedModules) or getattr(self._modules, "are_float8", None)
+            if self.quantization_config.skip and not rounds:
+                raise ValueError(
+                    f"skip is {self.quantization_config.skip}, but all experts of the checkpoint are quantized, and "
+                    f"stay on the CPU beside {self.beside}"
+                )
+        if not has_experts:
+            raise ValueError(
+                f"device_map has {self.beside}, but the model has no experts to pack, so nothing would stay on the "
+                "CPU: load the model without W4A8Config"
+            )
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any = None) -> list[Any]:
         """Lets experts be quantized one by one, without stacking them first. (5.19 gives no model.)"""
@@ -151,24 +184,28 @@ class W4A8HfQuantizer(HfQuantizer):
         used = [each for each in used if not isinstance(each, WeightConverter) or len(each.target_patterns) == 1]
         model._weight_conversions = [self._originals.get(id(conversion), conversion) for conversion in used]
         self._originals.clear()
-        if self.report is not None and guard.device == "cpu":
-            logger.info("%s", self.report)
-            if self.report.left_share > 0.5:
-                logger.warning(
-                    "%.1f%% of the model's bytes stay float; model.hf_quantizer.report says which and why",
-                    100 * self.report.left_share,
-                )
         for name, module in model.named_modules():
             if isinstance(module, PackedModule):
                 drop_stand_ins(module)
                 _check(name, module)
-                for leaf in module.packed_shapes() if self.report is None else ():
-                    setattr(module, leaf, placed(getattr(module, leaf), stays_mapped=True))
+        if self.beside is not None and guard.device == "cpu":
+            self._move(model)
+        if self.report is not None and guard.device == "cpu":
+            logger.info("%s", self.report)
+            if self.report.left_share > 0.5 and self.beside is None:
+                logger.warning(
+                    "%.1f%% of the model's bytes stay float; model.hf_quantizer.report says which and why",
+                    100 * self.report.left_share,
+                )
+        for module in model.modules() if self.report is None else ():
+            for leaf in module.packed_shapes() if isinstance(module, PackedModule) else ():
+                setattr(module, leaf, placed(getattr(module, leaf), stays_mapped=True))
         inference_only(model)
         if guard.device == "cpu":
+            _teach_peft()
+        if guard.device == "cpu" and self.beside is None:
             _convolve_in_float32(model)
             use_operators(model)
-            _teach_peft()
         refuse_resizing(model)
         multiply_once(model.get_output_embeddings())
         if self.quantization_config.fuse is not None and guard.device == "cpu":
@@ -177,6 +214,21 @@ class W4A8HfQuantizer(HfQuantizer):
             except ValueError as error:
                 logger.warning("the layers do not run in one call: %s", error)
         return model
+
+    def _move(self, model: Any) -> None:
+        """Moves everything but the experts to the accelerator; packed layers become floats there."""
+        layers = beside(model, self.beside, model.dtype)
+        retie(model)
+        if self.report is None:
+            return
+        for name in layers.keys() & self.report.replaced.keys():
+            del self.report.replaced[name]
+            self.report.skipped[name] = guard.goes_to(self.beside)
+        gone = {id(part): part for name in layers for part in model.get_submodule(name).parameters()}
+        self.report.float_bytes -= sum(part.numel() * part.element_size() for part in gone.values())
+        stays = (module for module in model.modules() if isinstance(module, PackedModule))
+        self.report.packed_bytes = sum(packed.numel() for module in stays for packed in module.buffers())
+        self.report.measure(model)
 
 
 def _teach_peft() -> None:
@@ -217,6 +269,34 @@ def _devices(device_map: Any) -> list[Any]:
         return list(device_map.values())
     ours = device_map is None or device_map in ("auto", "balanced", "balanced_low_0", "sequential")
     return [] if ours else [device_map]
+
+
+def beside_in(device_map: Any) -> torch.device | None:
+    """The one accelerator of a device map; None: there are CPUs alone.
+
+    Raises:
+        ValueError, RuntimeError: as :meth:`W4A8HfQuantizer.validate_environment`.
+    """
+    found: set[torch.device] = set()
+    for device in _devices(device_map):
+        if device == "disk":
+            raise ValueError("device_map has 'disk': packed weights are mapped from their file anyway")
+        if str(device) == "meta" and guard.device != "meta":
+            raise ValueError("device_map has 'meta', a device without weights, expected a CPU or an accelerator")
+        if str(device) not in ("cpu", "meta"):
+            try:
+                found.add(accelerator(device))
+            except RuntimeError as error:
+                raise RuntimeError(f"device_map: {error}") from error
+    if len(found) > 1:
+        names = " and ".join(sorted(map(str, found)))
+        raise ValueError(f"device_map has {names}, expected one accelerator beside the experts on the CPU")
+    for name, device in device_map.items() if found and isinstance(device_map, dict) else ():
+        if str(device) == "cpu" and name.rpartition(".")[2] != "experts":
+            raise ValueError(
+                f"device_map leaves {name!r} on the CPU beside {found.pop()}, expected packed experts alone there"
+            )
+    return found.pop() if found else None
 
 
 def on_cpus(device_map: Any) -> bool:

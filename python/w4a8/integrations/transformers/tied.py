@@ -84,6 +84,22 @@ def untie(model: torch.nn.Module, layer: str) -> None:
         model._tied_weights_keys = kept or None
 
 
+def retie(model: torch.nn.Module) -> None:
+    """Undoes :func:`untie` for weights that are one parameter, so that transformers saves the parameter once."""
+    if "_tied_weights_keys" not in vars(model):
+        return
+    kept = vars(model).pop("_tied_weights_keys")
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    shared = {
+        target: source
+        for target, source in model.get_expanded_tied_weights_keys(all_submodels=True).items()
+        if target in parameters and parameters[target] is parameters.get(source)
+    }
+    model.all_tied_weights_keys = {**model.all_tied_weights_keys, **shared}
+    if not shared:
+        model._tied_weights_keys = kept
+
+
 def take_out(model: torch.nn.Module, output: str) -> None:
     """Takes the output layer of a packed embedding out of the model, until :func:`share`."""
     untie(model, output)
