@@ -3,8 +3,9 @@
 import json
 
 import available  # noqa: F401
+import gguf_models
 import pytest
-import standin_device  # noqa: F401
+import standin_device
 import test_transformers
 import torch
 from common import assert_same_bits
@@ -78,7 +79,9 @@ def check(model, want):
         assert report.float_bytes in (numbers * model.dtype.itemsize, (numbers + biases) * model.dtype.itemsize)
     assert not hasattr(model, "hf_device_map") and not hasattr(model, "_hf_hook")
     assert not model.hf_quantizer.is_compileable
+    before = standin_device.waits()
     logits = model(TOKENS.to("standin")).logits
+    assert standin_device.waits() == before + len(experts)  # each layer came over the bridge
     assert logits.device.type == "standin"
     assert_same_bits(logits.cpu(), want(TOKENS).logits)
     how = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
@@ -134,9 +137,12 @@ def write_gpt_oss_to(directory):
     return directory / "theirs"
 
 
-@pytest.mark.parametrize("name", ["qwen3moe", "mixtral", "gpt-oss", "deepseek-v3", "glm4moe"])
-def test_gguf(name, tmp_path):
-    """Also packed embeddings become floats."""
+@pytest.mark.parametrize("name", ["qwen3moe", "qwen3moe, tied", "mixtral", "gpt-oss", "deepseek-v3", "glm4moe"])
+def test_gguf(name, tmp_path, monkeypatch):
+    """Also packed embeddings become floats; an output layer with the same weight shares the parameter."""
+    architecture, family, fields = gguf_models.MODELS["qwen3moe"]
+    tied = {**fields, "tie_word_embeddings": True}
+    monkeypatch.setitem(gguf_models.MODELS, "qwen3moe, tied", (architecture, family, tied))
     tiny = TinyModel(name)
     tiny.write(tmp_path)
     options = {"gguf_file": "model.gguf", "dtype": torch.float32}
@@ -146,6 +152,9 @@ def test_gguf(name, tmp_path):
             want.set_submodule(part, tiny.model.get_submodule(part))
     model = check(load(tmp_path, **options), want)
     assert type(model.get_input_embeddings()) is torch.nn.Embedding
+    is_tied = name.endswith("tied")
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == is_tied
+    assert model.all_tied_weights_keys == ({"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {})
 
 
 def test_packed_directory(tmp_path):

@@ -6,9 +6,44 @@ that gets a tensor of the device is an error. Computing gives the CPU's bits.
 
 import torch
 from torch.utils._pytree import tree_map
+from torch.utils.backend_registration import _DummyBackendModule
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as setup
 
-setup("standin")
+from w4a8.core import bridge
+
+
+class _Event:
+    waits = 0  # of all events
+
+    def record(self, stream):
+        pass
+
+    def synchronize(self):
+        _Event.waits += 1
+
+
+class _Module(_DummyBackendModule):
+    """torch.standin: one stream, whose work is done at once."""
+
+    Event = _Event
+
+    @staticmethod
+    def current_stream(device):
+        return str(device)
+
+
+def _buffer(self, rows, like):
+    """In place of pinned memory, which needs a driver."""
+    return torch.full((rows, *like.shape[1:]), 77, dtype=like.dtype)
+
+
+def waits():
+    """How often a bridge has waited for the device."""
+    return _Event.waits
+
+
+setup("standin", _Module())
+bridge.Stream.buffer = _buffer
 _library = torch.library.Library("aten", "IMPL")
 
 

@@ -1,4 +1,4 @@
-"""``from_pretrained`` with an accelerator in ``device_map``: the cases of standin_cases.py, in a process of their own.
+"""Models beside an accelerator: standin_cases.py (from_pretrained) and standin_uses.py, in a process of their own.
 
 A device that stands in for hardware cannot be taken out of torch again.
 """
@@ -18,8 +18,8 @@ if not hasattr(utils, "_setup_privateuseone_for_python_backend"):
 
 
 def test_on_a_device_that_stands_in():
-    cases = Path(__file__).with_name("standin_cases.py")
+    cases = [str(Path(__file__).with_name(f"standin_{name}.py")) for name in ("cases", "uses")]
     environment = {key: value for key, value in os.environ.items() if key != "W4A8_TESTS_REQUIRE"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", str(cases)]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", *cases]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -59,7 +59,7 @@ class PackedExperts(PackedStacks):
     Attributes:
         w13_packed: uint8 [E, bytes] of ``dyn_quant_pack_4bit_weight``: gate rows, then up rows.
         w2_packed: uint8 [E, bytes].
-        stays_on_cpu: ``to`` moves the module to no accelerator (:func:`w4a8.nn.beside.beside`).
+        stays_on_cpu: ``to`` moves the module to no accelerator (:func:`w4a8.nn.beside`).
     """
 
     w13_packed: torch.Tensor

@@ -28,7 +28,7 @@ from w4a8.integrations.transformers.names import check_files, check_inside, refu
 from w4a8.integrations.transformers.packed_checkpoint import PackedModules
 from w4a8.integrations.transformers.prequantized import PrequantizedModules
 from w4a8.integrations.transformers.tied import drop_stand_ins, retie
-from w4a8.nn.beside import accelerator, beside
+from w4a8.nn.accelerator import accelerator, beside
 from w4a8.nn.output_layer import multiply_once
 from w4a8.nn.packed import PackedModule
 from w4a8.quantization import QuantizationReport
@@ -221,7 +221,7 @@ class W4A8HfQuantizer(HfQuantizer):
         retie(model)
         if self.report is None:
             return
-        for name in layers.keys() & self.report.replaced.keys():
+        for name in set(layers) & self.report.replaced.keys():
             del self.report.replaced[name]
             self.report.skipped[name] = guard.goes_to(self.beside)
         gone = {id(part): part for name in layers for part in model.get_submodule(name).parameters()}

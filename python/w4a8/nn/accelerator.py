@@ -41,9 +41,7 @@ def accelerator(device: Any) -> torch.device:
         raise RuntimeError(f"device is {device}, which torch cannot use here: {error}") from error
 
 
-def beside(
-    model: torch.nn.Module, device: torch.device | str, dtype: torch.dtype | None = None
-) -> dict[str, torch.nn.Module]:
+def beside(model: torch.nn.Module, device: torch.device | str, dtype: torch.dtype | None = None) -> list[str]:
     """Moves a model to an accelerator, all but its packed experts, which stay on the CPU and are called from there.
 
     Packed linear layers and embeddings become layers of floats there. From then on ``model.to`` moves the model to
@@ -55,7 +53,7 @@ def beside(
         dtype: of the weights that were packed; None: of the model's first floating-point parameter, or torch's default.
 
     Returns:
-        The packed layers that became floats, by name.
+        Names of the packed layers that became floats.
 
     Raises:
         ValueError: the model has no packed experts; or a packed module that has no floats, which is named.
@@ -82,7 +80,7 @@ def beside(
     for module in experts:
         module.stays_on_cpu = True
     model.to(device)
-    return layers
+    return list(layers)
 
 
 def _floats_of(
