@@ -1,7 +1,10 @@
 """Plain PyTorch models, and what users do with a model, beside a device without hardware. See standin_cases.py."""
 
 import copy
+import io
+import json
 import pickle
+import sys
 import threading
 
 import pytest
@@ -9,8 +12,10 @@ import standin_device  # noqa: F401
 import torch
 from common import assert_same_bits
 from standin_cases import TOKENS, load, only_experts, saved
+from test_quantize_transformers import make_model
 
 import w4a8
+from w4a8.command import machine, main
 from w4a8.nn import QuantOptions, W4A8Experts, W4A8Linear, beside
 from w4a8.nn.embedding import PackedEmbedding
 from w4a8.nn.packed import PackedModule
@@ -195,3 +200,36 @@ def test_adapter_beside(tmp_path):
     assert not torch.equal(got, plain)
     with pytest.raises(ValueError, match="whose weights are packed"):
         peft.get_peft_model(load(tmp_path), peft.LoraConfig(target_parameters=["mlp.experts.gate_up_proj"], r=2))
+
+
+def test_chat(tmp_path, monkeypatch, capsys):
+    """What is written is what the model generates there."""
+    model = make_model("qwen3")
+    model.config.vocab_size = 256
+    model.resize_token_embeddings(256)
+    model.bfloat16().save_pretrained(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("import os\n"))
+    options = ["--device", "standin", "--raw", "--max-new-tokens", "5", "--temperature", "0"]
+    assert main(["chat", str(tmp_path), *options]) == 0
+    written = capsys.readouterr()
+    prompt = torch.tensor([list(b"import os")])
+    expected = load(tmp_path, attn_implementation="sdpa").generate(
+        prompt.to("standin"), max_new_tokens=5, do_sample=False, pad_token_id=0
+    )
+    assert written.out == bytes(expected[0, prompt.shape[1] :].tolist()).decode(errors="replace") + "\n"
+    assert "2 replaced" in written.err and "one by one" not in written.err
+
+
+def test_doctor_and_inspect_of_the_device(tmp_path, capsys):
+    """A device of which torch does not know the memory is not listed, and nothing is said of what fits."""
+    assert machine.accelerators() == []
+    saved(tmp_path)
+    assert main(["inspect", str(tmp_path), "--device", "standin", "--memory-speed", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["beside"]
+    tensors = [*load(tmp_path).named_parameters(), *load(tmp_path).named_buffers()]
+    sizes = {True: 0, False: 0}
+    for name, tensor in tensors:
+        sizes[name.endswith("packed")] += 0 if "inv_freq" in name else tensor.numel() * tensor.element_size()
+    assert found == {
+        "device": "standin", "device_bytes": sizes[False], "cpu_bytes": sizes[True], "available_bytes": None
+    }  # fmt: skip

@@ -66,6 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of random numbers (%(default)s)")
     parser.add_argument("--threads", type=number(int, 1), help="of torch; the default is one per core")
+    parser.add_argument(
+        "--device", metavar="NAME", help="of everything but the experts, such as cuda; not run on one yet"
+    )
     sampling.add_options(parser)
     model_loading.add_options(parser)
 
@@ -84,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         tokenizer = Bytes()
     said = "" if report is None else f": {_became(report)}"
     tell(f"loaded in {time.perf_counter() - begin:.1f} s{said}")
-    for note in model_loading.speed_up(model):
+    for note in model_loading.speed_up(model) if args.device is None else ():
         tell(note)
     conversation = _conversation(args, path, model, tokenizer)
     made_with = _open_session(args, path, conversation)

@@ -32,6 +32,7 @@ class Layer:
         why: the reason for FLOAT or REFUSED; "" for RUNS.
         bytes: in memory.
         experts: number of experts.
+        weights: of a packed matrix that is no experts, their number.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Layer:
     why: str
     bytes: int
     experts: int = 0
+    weights: int = 0
 
 
 def role_of(name: str, dimensions: int) -> str:
@@ -77,7 +79,7 @@ def of_packed(headers: Mapping[str, Header]) -> Iterator[Layer]:
             raise ValueError(f"{key}: {error}") from error
         if leaf in ("packed", "rows_packed"):
             role = OUTPUT if leaf == "rows_packed" and not has_head else role_of(name, 2)
-            yield Layer(name, role, RUNS, weights_in_words(said), "", header.bytes)
+            yield Layer(name, role, RUNS, weights_in_words(said), "", header.bytes, weights=said["n"] * said["k"])
             continue
         old = experts.get(name)
         words = dict.fromkeys([*([old.what] if old else []), weights_in_words(said)])
@@ -140,7 +142,9 @@ def of_model(model: Any, report: Any) -> list[Layer]:
         count = next((len(t) for t in tensors if is_stack or t.dim() > 2), 0) if role == EXPERTS else 0
         if replaced:
             what = next((kinds[id(t)] for t in tensors if id(t) in kinds), "") or _rounded(module)
-            layers.append(Layer(name, role, RUNS, what, "", size, count))
+            sizes = [] if is_stack else module.packed_shapes().values()
+            weights = sum(int(shape["n"]) * int(shape["k"]) for shape in sizes)
+            layers.append(Layer(name, role, RUNS, what, "", size, count, weights))
         elif name in report.refused:
             layers.append(Layer(name, role, REFUSED, "quantized", report.refused[name], size, count))
         else:

@@ -178,7 +178,7 @@ def _streamer(tokenizer: Any) -> Any:
         asked = False
 
         def __call__(self, ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-            return torch.full((len(ids),), self.asked)
+            return torch.full((len(ids),), self.asked, device=ids.device)
 
     return Streamer()
 

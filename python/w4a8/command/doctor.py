@@ -67,6 +67,7 @@ def examine(with_vllm: bool = False) -> dict[str, Any]:
         "amx": _amx(active),
         "memory": {"bytes": total, "available_bytes": free, "read_bytes_per_second": round(speed)},
         "huge_pages": machine.huge_pages(),
+        "accelerators": _tried(machine.accelerators, problems) or [],
         "transformers": _transformers(),
         "vllm": _vllm(with_vllm, problems),
         "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith("W4A8_")},
@@ -182,6 +183,7 @@ def text_of(answer: dict[str, Any]) -> list[str]:
         ("AMX", answer["amx"]),
         ("memory", f"{size if memory['bytes'] else ''}{speed}"),
         ("huge pages", _PAGES.get(answer["huge_pages"], "the system has none")),
+        *(("beside it", _accelerator(each)) for each in answer["accelerators"]),
         *((name, _framework(answer[name.lower()])) for name in ("transformers", "vLLM")),
         ("environment", " ".join(f"{name}={value}" for name, value in answer["environment"].items())),
         *(("PROBLEM", each) for each in answer["problems"]),
@@ -196,6 +198,11 @@ _PAGES = {
     "never": "never: packed weights lie in pages of 4 KiB, which decodes more slowly; as root: "
     "echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
 }
+
+
+def _accelerator(found: dict[str, Any]) -> str:
+    sizes = f"{found['bytes'] / 2**30:.1f} GiB, {found['available_bytes'] / 2**30:.1f} available"
+    return f"{found['device']}, {found['name']}: {sizes}; it can have all but the experts (not run on one yet)"
 
 
 def _framework(found: dict[str, Any]) -> str:

@@ -32,7 +32,7 @@ from w4a8.command.contents import (
 )
 from w4a8.command.headers import Header, read_headers
 from w4a8.command.model import HELP, find, hub_name
-from w4a8.command.report import add_json, labelled, number, show
+from w4a8.command.report import UsageError, add_json, labelled, number, show
 from w4a8.core.json_fields import json_field, read_json
 from w4a8.core.words import counted, gigabytes, plural
 from w4a8.formats.float8 import is_mixed
@@ -53,12 +53,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the machine that is to run it; without this it is measured here, in two seconds",
     )
     parser.add_argument("--layers", action="store_true", help="list every layer")
+    parser.add_argument("--device", metavar="NAME", help="such as cuda: what goes there, beside experts on the CPU")
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Examines a model and prints the answer."""
     answer, layers = examine(args.model, args.memory_speed)
+    if args.device is not None:
+        answer["beside"] = beside(layers, args.device)
     if args.layers:
         answer["layers"] = [vars(layer) for layer in layers]
     show(answer, text_of(answer), args.json)
@@ -99,6 +102,24 @@ def examine(name: str, memory_speed: float | None = None) -> tuple[dict[str, Any
         "tokens_per_second_at_most": round(speed / token, 2) if token and not memory[REFUSED] else None,
     }
     return answer, layers
+
+
+def beside(layers: list[Layer], device: str) -> dict[str, Any]:
+    """The bytes of weights on an accelerator and on the CPU, and the accelerator's memory, None if it is not here.
+
+    Packed layers that are no experts become floats of 16 bits there.
+
+    Raises:
+        UsageError: the model has no packed experts.
+    """
+    experts = sum(layer.bytes for layer in layers if layer.role == EXPERTS and layer.state == RUNS)
+    if not experts:
+        raise UsageError(f"--device {device}: the model has no packed experts that could stay on the CPU")
+    there = sum(2 * layer.weights or layer.bytes for layer in layers if layer.role != EXPERTS or layer.state != RUNS)
+    here = {each["device"]: each for each in machine.accelerators()}
+    found = here.get(device if ":" in device else f"{device}:0")
+    available = None if found is None else found["available_bytes"]
+    return {"device": device, "device_bytes": there, "cpu_bytes": experts, "available_bytes": available}
 
 
 def token_bytes(layers: list[Layer], top_k: int | None) -> int:
@@ -233,6 +254,8 @@ def text_of(answer: dict[str, Any]) -> list[str]:
         ("in memory", f"{gigabytes(packed)} packed and {gigabytes(floats)} of floats: {gigabytes(packed + floats)}"),
         ("at the peak", f"about {gigabytes(answer['peak_bytes'])} while it is loaded, without Python and PyTorch"),
     ]
+    if "beside" in answer:
+        rows.append(("beside it", _beside(answer["beside"])))
     if count is not None:
         rows.append(
             (
@@ -248,6 +271,17 @@ def text_of(answer: dict[str, Any]) -> list[str]:
         for layer in answer.get("layers", [])
     ]
     return labelled(rows)
+
+
+def _beside(found: dict[str, Any]) -> str:
+    free, needed = found["available_bytes"], found["device_bytes"]
+    fits = (
+        ""
+        if free is None
+        else f"; {gigabytes(free)} are available there, so the floats {'fit' if needed <= free else 'DO NOT FIT'}"
+    )
+    there = f"{gigabytes(needed)} of floats on {found['device']}, and the cache"
+    return f"{there}; {gigabytes(found['cpu_bytes'])} of experts on the CPU{fits}"
 
 
 def _rounded(count: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -40,6 +41,22 @@ def memory() -> tuple[int, int]:
     if limit.isdigit() and used.isdigit() and 0 < int(limit) < total:
         total, free = int(limit), min(free, max(0, int(limit) - int(used)))
     return total, free
+
+
+def accelerators() -> list[dict[str, Any]]:
+    """Name and bytes of memory, in all and available now, of each device that torch can use beside the CPU."""
+    found: list[dict[str, Any]] = []
+    current = getattr(getattr(torch, "accelerator", None), "current_accelerator", lambda **_: None)(
+        check_available=True
+    )
+    module = None if current is None else getattr(torch, current.type, None)
+    if not all(hasattr(module, name) for name in ("device_count", "get_device_properties", "mem_get_info")):
+        return found
+    for index in range(module.device_count()):
+        name = getattr(module.get_device_properties(index), "name", current.type)
+        free, total = module.mem_get_info(index)
+        found.append({"device": f"{current.type}:{index}", "name": name, "bytes": total, "available_bytes": free})
+    return found
 
 
 def huge_pages() -> str:

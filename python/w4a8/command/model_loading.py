@@ -116,7 +116,7 @@ def load(
 
     Args:
         path: of a folder or a GGUF file.
-        args: with the options of :func:`add_options`.
+        args: with the options of :func:`add_options`, and perhaps ``device``, which everything but the experts goes to.
         text: for calibration; OWN: text that the model writes itself; None: no calibration.
         headers: of the folder's tensors; None: they are read.
 
@@ -147,6 +147,10 @@ def load(
         options["dtype"] = "auto"
     elif not packed:
         options["quantization_config"] = config
+    if getattr(args, "device", None) is not None:
+        options["device_map"] = args.device
+        if is_gguf(path):  # transformers would make float32 of it
+            options["dtype"] = "bfloat16"
     try:
         loader = transformers.AutoModelForCausalLM if is_gguf(path) else _class_of(transformers, folder)
         model, info = loader.from_pretrained(folder, output_loading_info=True, **_NO_CODE, **options)

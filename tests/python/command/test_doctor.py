@@ -202,3 +202,22 @@ def test_read_speed_divides_bytes_by_time(monkeypatch):
     monkeypatch.setattr(machine, "memory", lambda: (0, 0))
     assert fresh_bytes(1 << 20).numel() == machine._READ
     assert machine.read_speed(5.0) == machine._READ / 2.0
+
+
+def test_accelerators(monkeypatch, capsys):
+    """Their names and memory, as torch says; none on a machine without."""
+    if not hasattr(torch, "accelerator"):
+        pytest.skip("this torch has no torch.accelerator")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+    assert run_json(capsys, "doctor")[1]["accelerators"] == []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name=f"card {index}"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (3 << 30, (8 + index) << 30))
+    code, answer = run_json(capsys, "doctor")
+    assert code == 0
+    assert answer["accelerators"][1] == {
+        "device": "cuda:1", "name": "card 1", "bytes": 9 << 30, "available_bytes": 3 << 30
+    }  # fmt: skip
+    assert main(["doctor"]) == 0
+    assert "beside it     cuda:0, card 0: 8.0 GiB, 3.0 available" in capsys.readouterr().out

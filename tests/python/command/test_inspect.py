@@ -13,12 +13,13 @@ import torch
 
 transformers = pytest.importorskip("transformers", minversion="5.0")
 import multiplied_out  # noqa: E402
+from gguf_models import TinyModel  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from test_quantize_transformers import make_model  # noqa: E402
 
 from w4a8.checkpoint import tensors as of_a_folder  # noqa: E402
 from w4a8.checkpoint.gguf_file import gguf_in  # noqa: E402
-from w4a8.command import headers, inspect, main  # noqa: E402
+from w4a8.command import headers, inspect, machine, main  # noqa: E402
 from w4a8.command.contents import EMBEDDING, EXPERTS, FLOAT, LINEAR, OTHER, OUTPUT, REFUSED, RUNS, Layer  # noqa: E402
 from w4a8.command.headers import read_headers  # noqa: E402
 from w4a8.integrations.transformers import W4A8Config  # noqa: E402
@@ -180,6 +181,49 @@ def change(folder, **fields):
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"].update(fields)
     (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("source", ["floats", "packed", "GGUF"])
+def test_beside_a_device(source, tmp_path, monkeypatch, capsys):
+    """Packed layers as 16-bit floats; the experts on the CPU. Whether they fit is said of a device that is here."""
+    path = tmp_path / "model"
+    if source == "GGUF":
+        path.mkdir()
+        TinyModel("qwen3moe").write(path)
+        model = load(path, gguf_file="model.gguf")
+        path = path / "model.gguf"
+    else:
+        make_model("qwen3").bfloat16().save_pretrained(path)
+        model = load(path, W4A8Config())
+        if source == "packed":
+            path = tmp_path / "packed"
+            model.save_pretrained(path)
+    there, here = 0, 0
+    for module in model.modules():
+        if hasattr(module, "w13_packed"):
+            here += module.w13_packed.numel() + module.w2_packed.numel()
+        elif hasattr(module, "packed"):
+            there += 2 * module.in_features * module.out_features
+        elif hasattr(module, "rows_packed"):
+            there += 2 * module.num_embeddings * module.embedding_dim
+        else:
+            there += sum(each.numel() * each.element_size() for each in module.parameters(recurse=False))
+    for free, says in ((there, "the floats fit"), (there - 1, "the floats DO NOT FIT"), (None, None)):
+        card = [] if free is None else [{"device": "cuda:0", "name": "", "bytes": there, "available_bytes": free}]
+        monkeypatch.setattr(machine, "accelerators", lambda card=card: card)
+        options = ["inspect", str(path), "--memory-speed", "1", "--device", "cuda"]
+        assert main([*options, "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)["beside"]
+        assert found == {"device": "cuda", "device_bytes": there, "cpu_bytes": here, "available_bytes": free}
+        assert main(options) == 0
+        line = next(each for each in capsys.readouterr().out.splitlines() if each.startswith("beside it"))
+        assert says in line if says else "fit" not in line.lower()
+
+
+def test_nothing_is_beside_a_device(tmp_path, capsys):
+    make_model("Qwen3").save_pretrained(tmp_path)
+    assert main(["inspect", str(tmp_path), "--memory-speed", "1", "--device", "cuda"]) == 2
+    assert "--device cuda: the model has no packed experts" in capsys.readouterr().err
 
 
 def test_another_width_is_refused(gptq, capsys):

@@ -24,7 +24,7 @@ class KeptText:
     ``stable``. Before that place such a model reads its text again.
 
     Args:
-        model: with ``generate``, on a CPU; after ``fuse`` or ``fast_attention`` if it is to use them.
+        model: with ``generate``; on a CPU after ``fuse`` or ``fast_attention`` if it is to use them.
     """
 
     def __init__(self, model: Any) -> None:
@@ -54,7 +54,7 @@ class KeptText:
         """
         if ids.dim() != 2 or len(ids) != 1 or not ids.numel():
             raise ValueError(f"ids has shape {list(ids.shape)}, expected [1, tokens], a token or more")
-        tokens = ids[0].tolist()
+        tokens, ids = ids[0].tolist(), ids.to(self.model.device)
         kept, cache = self._begin(tokens), self.cache
         self.ids, self.cache = [], None  # nothing is kept if what follows fails
         self.read = len(tokens) - kept
