@@ -115,6 +115,17 @@ def test_long_batches_go_in_parts(monkeypatch):
     assert max(len(made) for made in stream.buffers) == 4
 
 
+def test_strides_of_the_input():
+    """Columns in the memory instead of rows: the result is contiguous, as the operator's on the CPU."""
+    stream, layer, (_, ids, weights) = LateStream(), experts(), inputs(3)
+    x = torch.randn(HIDDEN, 3).T
+    with torch.no_grad():
+        got, want = Bridge(stream)(layer, x, ids, weights), layer(x, ids, weights)
+    stream.wait()
+    assert_same_bits(got, want)
+    assert got.stride() == want.stride() == (HIDDEN, 1)
+
+
 def test_no_rows():
     stream, layer, given = LateStream(), experts(), inputs(0)
     with torch.no_grad():

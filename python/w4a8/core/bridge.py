@@ -87,7 +87,7 @@ class Bridge:
             self.stream.copy(host, tensor)
         self.stream.wait()
         result.copy_(run(*on_host))
-        back = torch.empty_like(x)
+        back = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # contiguous, whatever the strides of x
         self.stream.copy(back, result)
         return back
 
