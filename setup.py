@@ -78,13 +78,17 @@ def build_dir() -> Path:
 
 
 def runtime_requirements() -> list:
-    """The torch the extension was compiled against: its C++ ABI changes with every minor version. Else any new one."""
+    """The torch the extension was compiled against: its C++ ABI changes with every minor version. Else any new one.
+
+    And NumPy, which torch does not bring.
+    """
+    numpy = "numpy>=1.24"
     if STABLE:
-        return [f"torch>={LEAST_TORCH}"]
+        return [f"torch>={LEAST_TORCH}", numpy]
     if TORCH_VERSION is None:
-        return []
+        return [numpy]
     major, minor = TORCH_VERSION.split(".")[:2]
-    return [f"torch=={major}.{minor}.*"]
+    return [f"torch=={major}.{minor}.*", numpy]
 
 
 def torch_cmake_dir() -> list:

@@ -130,3 +130,16 @@ else:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_command_starts_with_required_packages_alone(tmp_path):
+    """Without those of the extras; what needs one says how to install it."""
+    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
+    absent = ["transformers", "safetensors", "gguf", "accelerate", "tqdm", "huggingface_hub", "matplotlib", "vllm"]
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({absent})); from w4a8.command import main; "
+        f"print(main(['--version']), main(['chat', {str(tmp_path)!r}]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split()[-2:] == ["0", "1"], done.stderr
+    assert done.stderr.startswith("w4a8: this needs transformers: pip install ")

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from w4a8.checkpoint.packed_source import open_packed
 from w4a8.checkpoint.tensors import INDEX_NAME, files_of, read_index
@@ -226,6 +225,8 @@ def export(folder: Path) -> None:
     Raises:
         ValueError: such a checkpoint cannot have a matrix; names the matrix. Nothing was changed.
     """
+    from safetensors.torch import load_file, save_file
+
     path = folder / "config.json"
     config = json.loads(path.read_text())
     model_type = config.get("model_type")
