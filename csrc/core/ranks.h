@@ -26,6 +26,8 @@ class Ranks {
   Ranks(const Ranks&) = delete;
   Ranks& operator=(const Ranks&) = delete;
 
+  int count() const { return ranks_; }
+
   /// x[i] becomes the sum of all ranks' x[i] for i < count, added in the order of the ranks, so that all have the same
   /// bits. Throws std::runtime_error, also at all later sums, if another rank has ended, has failed, or does not come
   /// within the timeout.

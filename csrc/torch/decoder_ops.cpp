@@ -162,8 +162,10 @@ Tensor decoder_create_cpu(const Tensor& norm, const OptionalTensor& head, int64_
              ", expected a multiple of 16 in 16..", kMaxK);
   auto decoder = std::make_shared<Decoder>();
   decoder->plan.hidden = hidden_size;
-  decoder->plan.norm.centered = centered;
-  decoder->plan.norm = norm_of(*decoder, "norm", norm, hidden_size, positive_number("eps", eps));
+  decoder->plan.norm = {nullptr, positive_number("eps", eps), centered};
+  const bool has_norm = norm.dim() != 1 || norm.size(0) != 0;
+  if (has_norm) decoder->plan.norm = norm_of(*decoder, "norm", norm, hidden_size, decoder->plan.norm.eps);
+  W4A8_CHECK(has_norm || !head.has_value(), "head is given, expected none without norm");
   if (head.has_value()) decoder->plan.head = products_of(*decoder, "head", std::vector<Tensor>{*head}, hidden_size, 0);
   const Tensor result = new_tensor({1}, ScalarType::Long, norm);
   *output_data<int64_t>(result) = decoders().add(std::move(decoder));
@@ -353,8 +355,13 @@ void decoder_set_ranks_cpu(const Tensor& decoder, const Tensor& memory, int64_t 
   W4A8_CHECK(timeout > 0 && timeout <= 86400, "timeout is ", timeout, ", expected seconds up to 86400");
   W4A8_CHECK(found->ranks == nullptr, "decoder has ranks, expected one without");
   for (const LayerPlan& layer : found->plan.layers) {
-    W4A8_CHECK(!layer.attention.norms_whole_rows,
-               "decoder has a norm of all heads at once, expected norms of each head");
+    const AttentionPlan& attention = layer.attention;
+    if (!attention.norms_whole_rows) continue;
+    W4A8_CHECK(
+        attention.k_norm && !attention.q_norm.centered && attention.qkv_bias == nullptr && !attention.turns_first &&
+            attention.projected == Projected::kQkv,
+        "decoder has a norm of all heads at once, expected RMS norms of q and k, no qkv_bias, no turn_first, and "
+        "projected 'qkv' with it");
   }
   auto* const shared = static_cast<uint8_t*>(output_data(found->keep("memory", memory)));
   found->ranks = std::make_unique<Ranks>(shared, static_cast<int>(rank), static_cast<int>(ranks),

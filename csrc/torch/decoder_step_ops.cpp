@@ -220,7 +220,8 @@ Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tenso
                         Tensors block_tables, const Tensor& seq_lens, const Tensor& query_start_loc, Tensors ropes,
                         Tensors conv_states, Tensors states, Tensors slots, const OptionalTensor& fresh,
                         Tensors out_slots, const OptionalTensor& accepted, const OptionalTensor& rows,
-                        const OptionalTensor& normed, int64_t threads, const OptionalTensor& layer_inputs) {
+                        const OptionalTensor& normed, int64_t threads, const OptionalTensor& layer_inputs,
+                        Optional<ScalarType> dtype) {
   const DecoderUse found(decoder);
   DecoderPlan& plan = found->plan;
   found->check_kept();
@@ -231,7 +232,9 @@ Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tenso
              {"rows", rows},
              {"normed", normed}});
   StepArgs args;
-  args.dtype = activation_dtype("hidden", hidden);
+  activation_dtype("hidden", hidden);
+  const ScalarType type = dtype.value_or(type_of(hidden));
+  args.dtype = float_dtype("dtype is", type);
   W4A8_CHECK(hidden.dim() == 2 && hidden.size(1) == plan.hidden, "hidden has shape ", shape_text(hidden.sizes()),
              ", expected [tokens, ", plan.hidden, "]");
   const int64_t tokens = hidden.size(0);
@@ -252,7 +255,7 @@ Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tenso
   args.inputs = layer_inputs.has_value() ? input_data<float>(inputs) : nullptr;
   const Tensor x = own_rows(hidden);
   const int64_t columns = plan.head ? plan.head.n() : plan.hidden;
-  Tensor out = new_tensor({args.row_count, columns}, type_of(hidden), hidden);
+  Tensor out = new_tensor({args.row_count, columns}, type, hidden);
   args.x = output_data<float>(x);
   args.tokens = tokens;
   args.ropes = turns.tables.data();
@@ -260,9 +263,9 @@ Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tenso
   args.states = linear.found.data();
   args.out = output_data(out);
   if (normed.has_value()) {
-    W4A8_CHECK(type_of(*normed) == type_of(hidden) && same_sizes(*normed, hidden) && normed->is_contiguous(),
-               "normed has dtype ", type_of(*normed), " and shape ", shape_text(normed->sizes()),
-               ", expected a contiguous tensor of the dtype and shape of hidden");
+    W4A8_CHECK(type_of(*normed) == type && same_sizes(*normed, hidden) && normed->is_contiguous(), "normed has dtype ",
+               type_of(*normed), " and shape ", shape_text(normed->sizes()),
+               ", expected a contiguous tensor of the shape of hidden and the dtype of the result");
     args.normed = output_data(*normed);
   }
   std::vector<Memory> numbers = {

@@ -138,7 +138,8 @@ Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tenso
                         Tensors block_tables, const Tensor& seq_lens, const Tensor& query_start_loc, Tensors ropes,
                         Tensors conv_states, Tensors states, Tensors slots, const OptionalTensor& fresh,
                         Tensors out_slots, const OptionalTensor& accepted, const OptionalTensor& rows,
-                        const OptionalTensor& normed, int64_t threads, const OptionalTensor& layer_inputs);
+                        const OptionalTensor& normed, int64_t threads, const OptionalTensor& layer_inputs,
+                        Optional<ScalarType> dtype);
 void decoder_destroy_cpu(const Tensor& decoder);
 
 }  // namespace w4a8

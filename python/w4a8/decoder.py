@@ -42,7 +42,8 @@ class Decoder:
     are given in its place; a step is an error once it was resized or moved.
 
     Args:
-        norm: floating [hidden_size], the weight of the last norm; or [2, hidden_size], weight and bias.
+        norm: floating [hidden_size], the weight of the last norm; or [2, hidden_size], weight and bias. None: there is
+            none, and a step returns rows behind the last layer.
         head: the packed output layer, uint8; None: a step returns rows of the last norm.
         hidden_size: a multiple of 16.
         eps: of all norms.
@@ -53,11 +54,17 @@ class Decoder:
     """
 
     def __init__(
-        self, norm: torch.Tensor, head: torch.Tensor | None, *, hidden_size: int, eps: float, centered: bool = False
+        self,
+        norm: torch.Tensor | None,
+        head: torch.Tensor | None,
+        *,
+        hidden_size: int,
+        eps: float,
+        centered: bool = False,
     ) -> None:
         with torch.no_grad():
             self._number = torch.ops.w4a8.decoder_create(
-                norm, head, hidden_size=hidden_size, eps=eps, centered=centered
+                torch.empty(0) if norm is None else norm, head, hidden_size=hidden_size, eps=eps, centered=centered
             )
         self._end = weakref.finalize(self, torch.ops.w4a8.decoder_destroy, self._number)
         self.hidden_size = hidden_size
@@ -190,8 +197,8 @@ class Decoder:
             timeout: seconds that a step waits for another rank.
 
         Raises:
-            RuntimeError: an argument does not fit, or the decoder has norms of all heads at once.
-                A step raises it if another rank has ended or does not come.
+            RuntimeError: an argument does not fit, or the decoder has norms of all heads at once that are layer norms or
+                come behind a bias or the rotation. A step raises it if another rank has ended or does not come.
         """
         torch.ops.w4a8.decoder_set_ranks(self._number, memory, rank=rank, ranks=ranks, timeout=timeout)
 
@@ -207,6 +214,7 @@ class Decoder:
         threads: int = 0,
         states: States | None = None,
         layer_inputs: torch.Tensor | None = None,
+        dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """Runs all layers for new tokens.
 
@@ -220,14 +228,15 @@ class Decoder:
                 with one table of each layer with attention.
             ropes: tables, float32 [positions, 2 * half]: cosines, then sines.
             rows: int64 [rows], the tokens that get a result; None: all tokens.
-            normed: None, or an output, contiguous, of hidden's shape and dtype: the last norm's rows of all tokens.
+            normed: None, or an output, contiguous, of hidden's shape and ``dtype``: the last norm's rows of all tokens.
             threads: number of threads that compute; 0: torch's number. A step makes the team of threads if torch has
                 the same number of threads. Without a team the calling thread computes alone.
             states: of the layers with linear attention, if there are any.
             layer_inputs: floating [tokens, numbers], those of all layers that take some, side by side.
+            dtype: of the result: float32, bfloat16 or float16; None: hidden's.
 
         Returns:
-            [rows, out_features of the head] in hidden's dtype; without a head [rows, hidden_size].
+            [rows, out_features of the head] of ``dtype``; without a head [rows, hidden_size].
 
         Raises:
             RuntimeError: a shape, type or number does not fit; names the argument.
@@ -237,7 +246,7 @@ class Decoder:
         states = states or States([], [], [], None)
         return torch.ops.w4a8.decoder_step(
             self._number, hidden, positions, caches, pages, *lengths, ropes, *states, rows, normed, threads,
-            layer_inputs,
+            layer_inputs, dtype,
         )  # fmt: skip
 
 

@@ -232,13 +232,16 @@ class Model(Steps):
     def norm_of(self, rows, weight):
         return rows if weight is None else rms_norm(rows, weight, centered=self.centered)
 
+    norm_of_all_heads = norm_of
+
     def prepared(self, heads, weight, angles):
         """Queries or keys [T, heads, size], behind their norms and the rotation."""
         heads = rotate(heads, angles, self.interleaved) if self.turn_first else heads
         if weight is not None and weight.dim() == 2:
             heads = torch.stack([self.norm_of(heads[:, h], weight[h]) for h in range(len(weight))], 1)
         elif weight is not None:
-            heads = self.norm_of(heads.reshape(len(heads), -1, len(weight)), weight).view(heads.shape)
+            norm = self.norm_of if len(weight) == SIZE else self.norm_of_all_heads
+            heads = norm(heads.reshape(len(heads), -1, len(weight)), weight).view(heads.shape)
         return heads if self.turn_first else rotate(heads, angles, self.interleaved)
 
     def mlp(self, layer, rows, x):

@@ -9,10 +9,11 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from common import assert_same_bits
-from test_decoder import HIDDEN, Model
+from test_decoder import EPS, HIDDEN, Model, mean_of
 
 from w4a8.decoder import Decoder
 
@@ -22,6 +23,7 @@ MODELS = {
     "parallel": {"parallel": True, "biases": True},
     "experts": {"experts": 5, "shared": "gated"},
     "norms of experts": {"experts": 5, "shared": "plain", "own_norms": True},
+    "norms of all heads": {"head_norm": "whole", "head": False},
     "linear layers of a layer's own": {"inputs": "floats"},
 }
 # Of five experts: where each rank has them. One rank of three has none of the last two.
@@ -29,6 +31,24 @@ PLACES = {
     2: [[0, -1, 1, -1, 2], [-1, 0, -1, 1, -1]],
     3: [[0, 1, -1, -1, -1], [-1, -1, 0, -1, -1], [-1, -1, -1, 0, 1]],
 }
+
+
+class Rank(Model):
+    """The model of one rank."""
+
+    def __init__(self, together, rank, **options):
+        super().__init__(common=torch.Generator().manual_seed(7), **options)
+        self.together, self.rank = together, rank
+
+    def of_all_ranks(self, part):
+        return self.together.sum(self.rank, part)
+
+    def norm_of_all_heads(self, rows, weight):
+        flat = rows.view(len(rows), -1).numpy()
+        mean = self.of_all_ranks(mean_of(flat * flat)) / np.float32(len(self.together.parts))
+        return torch.from_numpy(flat * (np.float32(1) / np.sqrt(mean + np.float32(EPS))) * weight.numpy()).view(
+            rows.shape
+        )
 
 
 class Together:
@@ -49,13 +69,8 @@ class Together:
 
 def make_ranks(count, places=None, **options):
     """Models with the same norms, and weights of their own."""
-    models, together = [], Together(count)
-    for rank in range(count):
-        common = torch.Generator().manual_seed(7)
-        model = Model(common=common, places=None if places is None else places[rank], **options)
-        model.of_all_ranks = lambda part, rank=rank: together.sum(rank, part)
-        models.append(model)
-    return models
+    together = Together(count)
+    return [Rank(together, rank, places=places and places[rank], **options) for rank in range(count)]
 
 
 def shared(count):
@@ -174,8 +189,8 @@ def test_arguments():
     model.decoder.set_ranks(memory, 0, 2)
     with pytest.raises(RuntimeError, match="decoder has ranks, expected one without"):
         model.decoder.set_ranks(memory, 0, 2)
-    with pytest.raises(RuntimeError, match="decoder has a norm of all heads at once, expected norms of each head"):
-        Model(head_norm="whole").decoder.set_ranks(memory, 0, 2)
+    with pytest.raises(RuntimeError, match="decoder has a norm of all heads at once, expected RMS norms of q and k"):
+        Model(head_norm="whole", turn_first=True).decoder.set_ranks(memory, 0, 2)
 
 
 @pytest.mark.parametrize(

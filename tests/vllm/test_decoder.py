@@ -323,7 +323,7 @@ def test_engines_that_keep_vllms_forward(monkeypatch):
     assert reason(config()) is None
     for method in ("ngram", "mtp"):
         assert reason(config(speculation=SimpleNamespace(method=method))) is None
-    assert reason(config(pipeline_parallel_size=3)) == "pipeline_parallel_size 3"
+    assert reason(config(prefill_context_parallel_size=3)) == "prefill_context_parallel_size 3"
     assert reason(config(use_ubatching=True)) == "a step that is cut into parts"
     assert reason(config(fast_prefill=True)) == "kv_sharing_fast_prefill"
     assert reason(config(lora=object())) == "LoRA"

@@ -4,15 +4,27 @@ import re
 from dataclasses import replace
 
 import pytest
-from compare import assert_same, kl_divergences
+from compare import assert_same
 from conftest import Job, arguments, run_engines
 from gguf_architectures import INT4, INTER, LAYERS, SIZES
 from models import Case
-from test_decoder_architectures import jobs_of
+from test_decoder_architectures import check, jobs_of
 
-# Parallel blocks; latent attention; experts alone, with shared ones, with norms of their own results; inputs of layers;
+# Norms of all heads at once; parallel blocks; latent attention; experts alone, with shared ones, with norms of their own results; inputs of layers;
 # linear attention; short convolutions; keys and values that ranks have copies of; joined projections.
-CUT = ("llama", "cohere2", "deepseek2, V3", "ernie4_5-moe", "gemma4", "glm4moe", "lfm2moe", "qwen35moe", "phi3, long")
+CUT = (
+    "llama",
+    "olmo2",
+    "minimax-m2",
+    "cohere2",
+    "deepseek2, V3",
+    "ernie4_5-moe",
+    "gemma4",
+    "glm4moe",
+    "lfm2moe",
+    "qwen35moe",
+    "phi3, long",
+)
 WHOLE_EXPERTS = ("deepseek2, V3", "exaone-moe", "qwen35moe")
 GPT_OSS = Case("gpt_oss", 32, "int-quantized", "float32", "symmetric")  # biases, which one rank adds
 CASES = [*((name, False) for name in (*CUT, GPT_OSS)), *((name, True) for name in (*WHOLE_EXPERTS, GPT_OSS))]
@@ -22,17 +34,16 @@ def name_of(case):
     return f"{case[0] if isinstance(case[0], str) else case[0].model}, {'whole experts' if case[1] else 'cut'}"
 
 
-def both_jobs(case, checkpoints, folder):
-    """In one call, and one by one."""
+def both_jobs(case, checkpoints, folder, **fields):
+    """In one call, and one by one. fields: of the config of an architecture."""
     model, whole_experts = case
     if isinstance(model, Case):
         job = Job(checkpoints(model) / "checkpoint", arguments(model))
         jobs = [job, replace(job, environment={"W4A8_VLLM_DECODER": "0"})]
     else:  # sizes whose half is a number of groups
         given = {**SIZES, **INT4[model][1]}
-        jobs = jobs_of(
-            model, folder, **{key: 128 for key, size in given.items() if "intermediate" in key and size == INTER}
-        )
+        fields |= {key: 128 for key, size in given.items() if "intermediate" in key and size == INTER}
+        jobs = jobs_of(model, folder, **fields)
     parallel = {"tensor_parallel_size": 2, "enable_expert_parallel": whole_experts}
     return [replace(job, arguments={**job.arguments, **parallel}) for job in jobs]
 
@@ -52,12 +63,8 @@ def results(checkpoints, tmp_path_factory):
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_beside_vllms_forward(case, results):
-    """The same roundings to int8 but for ties. Ranks that add something otherwise would move nearly all positions."""
-    on, off = results[0][case]
-    divergences = kl_divergences(off, on).abs()
-    assert divergences.quantile(0.1) < 2e-7  # seen: 4e-8
-    assert divergences.median() < 1e-4  # seen: 2e-5
-    assert (divergences > 1e-3).float().mean() < 0.05
+    """Ranks that add something otherwise would move nearly all positions."""
+    check(*results[0][case])
 
 
 def test_the_same_bits_again(results):
@@ -72,3 +79,24 @@ def test_says_what_runs_in_one_call(results):
     assert len(one_call) == 2 * (len(CASES) + 1)
     assert set(said) - set(one_call) == {"w4a8: layers run one by one: W4A8_VLLM_DECODER=0"}
     assert f"w4a8: all {LAYERS} layers run in one call" in one_call
+
+
+# Rows of bfloat16 at the ends; states. Each stage has attention, without which vLLM's stages disagree about the cache.
+STAGES = {
+    "qwen3_moe": (Case("qwen3_moe", 32, "int-quantized", "bfloat16", "symmetric"), {}),
+    "qwen35": ("qwen35", {"layer_types": ["linear_attention", "full_attention"] * 2}),
+}
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_two_stages_have_the_bits_of_one(name, checkpoints, tmp_path):
+    """In processes that vLLM starts, as in a server: only these send rows from stage to stage."""
+    case, fields = STAGES[name]
+    job, _ = both_jobs((case, False), checkpoints, tmp_path, **fields)
+    one = replace(job, arguments={**job.arguments, "tensor_parallel_size": 1, "enable_expert_parallel": False})
+    # In eager mode vLLM 0.32 has no place for the rows that a stage receives.
+    two = replace(one, arguments={**one.arguments, "pipeline_parallel_size": 2, "enforce_eager": False})
+    (found,), log = run_engines([two], tmp_path / "two", 900, VLLM_CPU_OMP_THREADS_BIND="0|1")
+    assert len(re.findall(r"w4a8: all 2 layers run in one call|w4a8: all 1 layers run in one call", log)) == 2
+    (expected,), _ = run_engines([one], tmp_path / "one", 900, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    assert_same(found, expected)

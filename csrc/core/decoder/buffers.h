@@ -32,10 +32,12 @@ struct Buffers {
     int64_t mixed_size = 0;
     int64_t raised_size = 0;
     bool shares = false;
+    bool norms_over_ranks = false;
     bool norms_apart = false;  // rows of experts or of their router
     for (const LayerPlan& layer : plan.layers) {
       const AttentionPlan& attention = layer.attention;
       const LinearPlan& linear = layer.linear;
+      norms_over_ranks = norms_over_ranks || plan.norms_over_ranks(attention);
       qkv_size = std::max({qkv_size, attention.qkv.n(), linear.in.n()});
       attended_size = std::max(attended_size, attention.heads * attention.value_size());
       if (linear.out) {
@@ -81,6 +83,7 @@ struct Buffers {
     row_low = slicer.take<float>(m * row_rank);
     q = slicer.take<float>(m * q_size);
     latent = slicer.take<float>(m * latent_size);
+    squares = slicer.take<float>(norms_over_ranks ? 2 * m : 0);
     values = slicer.take<float>(m * value_size);
     int64_t begun = 0;  // tokens of a run
     int64_t blocks = 0;
@@ -113,6 +116,7 @@ struct Buffers {
   float* row_low;
   float* q;
   float* latent;
+  float* squares;
   float* values;
   float* low;
   float* kv;

@@ -212,6 +212,8 @@ struct DecoderPlan {
   NormPlan norm;
   Products head;  ///< empty: rows of the last norm are the result
 
+  /// Whether norms are of all heads of all ranks at once.
+  bool norms_over_ranks(const AttentionPlan& attention) const { return ranks != nullptr && attention.norms_whole_rows; }
   /// Numbers of a token that the layers get.
   int64_t input_columns() const {
     int64_t columns = 0;

@@ -63,9 +63,12 @@ inline void load_as(const void* data, int64_t i, Lanes& lanes) {
 
 }  // namespace
 
-void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* out) {
-  const float squares = sum_of(x, n, [](const Lanes& values, Lanes& sums) { sums += values * values; });
-  const float r = 1.0f / std::sqrt(squares / static_cast<float>(n) + eps);
+float mean_square(const float* x, int64_t n) {
+  return sum_of(x, n, [](const Lanes& values, Lanes& sums) { sums += values * values; }) / static_cast<float>(n);
+}
+
+void rms_norm_of(const float* x, float square, const float* weight, float eps, int64_t n, float* out) {
+  const float r = 1.0f / std::sqrt(square + eps);
   for (int64_t i = 0; i < n; ++i) out[i] = x[i] * r * weight[i];
 }
 

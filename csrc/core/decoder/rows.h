@@ -8,8 +8,16 @@
 
 namespace w4a8 {
 
-/// out[i] = x[i] * r * weight[i] for i < n, r = 1 / sqrt(sum of x[i]^2 / n + eps). out may be x.
-void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* out);
+/// The mean of x[i]^2 for i < n.
+float mean_square(const float* x, int64_t n);
+
+/// out[i] = x[i] * r * weight[i] for i < n, r = 1 / sqrt(square + eps). out may be x.
+void rms_norm_of(const float* x, float square, const float* weight, float eps, int64_t n, float* out);
+
+/// The same with the mean square of x.
+inline void rms_norm(const float* x, const float* weight, float eps, int64_t n, float* out) {
+  rms_norm_of(x, mean_square(x, n), weight, eps, n, out);
+}
 
 /// out[i] = x[i] - mean of x, for i < n. out may be x.
 void center(const float* x, int64_t n, float* out);

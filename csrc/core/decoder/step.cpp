@@ -115,6 +115,7 @@ class Step {
   void attention(const AttentionPlan& plan, const PagedCache& cache) {
     plan.qkv.multiply(kernel_, team_, workspace_, b_.normed, m_, b_.qkv);
     const FloatRows q = plan.qkv.columns(b_.qkv, m_, 0);
+    if (plan_.norms_over_ranks(plan)) norm_over_ranks(plan, q, plan.qkv.columns(b_.qkv, m_, plan.q_size()));
     if (plan.projected != Projected::kQ) write_keys(plan, cache);
     for_rows(m_, [&](int64_t r) {
       if (plan.qkv_bias != nullptr) add_scaled(plan.qkv_bias, 1.0f, plan.q_size(), q.row(r));
@@ -123,6 +124,21 @@ class Step {
     look_up(plan, cache, q, plan.q_stride(), b_.attended);
     if (plan.gated) gate_heads(plan, q);
     project(plan, b_.attended);
+  }
+
+  // Each rank has as many heads, so the mean of squares is the mean of the ranks' means.
+  void norm_over_ranks(const AttentionPlan& plan, FloatRows q, FloatRows k) {
+    float* const of_keys = b_.squares + m_;
+    for_rows(m_, [&](int64_t r) {
+      b_.squares[r] = mean_square(q.row(r), plan.q_size());
+      of_keys[r] = mean_square(k.row(r), plan.kv_size());
+    });
+    plan_.ranks->sum(team_, b_.squares, 2 * m_);
+    const auto ranks = static_cast<float>(plan_.ranks->count());
+    for_rows(m_, [&](int64_t r) {
+      rms_norm_of(q.row(r), b_.squares[r] / ranks, plan.q_norm.weight, plan.q_norm.eps, plan.q_size(), q.row(r));
+      rms_norm_of(k.row(r), of_keys[r] / ranks, plan.k_norm.weight, plan.k_norm.eps, plan.kv_size(), k.row(r));
+    });
   }
 
   // The new tokens' keys and values, to the cache.
@@ -310,7 +326,9 @@ class Step {
   void prepare_heads(const AttentionPlan& plan, const NormPlan& norm, int64_t heads, int64_t stride, int64_t r,
                      float* x) const {
     if (plan.turns_first) turn_heads(plan, heads, stride, r, x);
-    if (plan.norms_whole_rows) {
+    if (plan_.norms_over_ranks(plan)) {
+      // They are normed already.
+    } else if (plan.norms_whole_rows) {
       norm_runs(norm, 1, heads * plan.head_size, 0, x);
     } else {
       norm_runs(norm, heads, plan.head_size, stride, x, plan.norms_apart ? plan.head_size : 0);

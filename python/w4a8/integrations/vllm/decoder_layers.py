@@ -20,7 +20,7 @@ from w4a8.checkpoint.routers import router_in_config
 from w4a8.core.activation import MoEActivation, as_activation, kernel_activation_kind, xielu_fields
 from w4a8.core.families import FAMILIES, Family
 from w4a8.integrations.rotary import FIXED, angles
-from w4a8.integrations.vllm import attention, settings
+from w4a8.integrations.vllm import attention, ranks, settings
 from w4a8.integrations.vllm.decoder_parts import (
     Unfit,
     any_weight,
@@ -191,6 +191,11 @@ def attention_fields(module: Any, family: Family, norms: Norms, ropes: Ropes) ->
     for name in ("q_norm", "k_norm", "v_norm"):
         if hasattr(module, family.name(name)):
             fields[name] = norms.weight(getattr(module, family.name(name)))
+    if ranks.count() > 1:
+        for name, heads in (("q_norm", impl.num_heads), ("k_norm", impl.num_kv_heads)):
+            weight = fields.get(name)
+            if weight is not None and weight.numel() == ranks.count() * heads * impl.head_size:  # of all ranks' heads
+                fields[name] = weight.chunk(ranks.count())[ranks.own()]
     return fields
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 from vllm.forward_context import get_forward_context
+from vllm.sequence import IntermediateTensors
 
 from w4a8.core.product_factors import product_factors
 from w4a8.decoder import Decoder, StepThreads
@@ -64,9 +65,8 @@ def reason_against(vllm_config: Any, model_config: Any) -> str | None:
     if not settings.decodes():
         return f"{settings.DECODER}=0"
     parallel, speculation = vllm_config.parallel_config, vllm_config.speculative_config
-    for name in ("pipeline_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) != 1:
-            return f"{name} {getattr(parallel, name)}"
+    if getattr(parallel, "prefill_context_parallel_size", 1) != 1:
+        return f"prefill_context_parallel_size {parallel.prefill_context_parallel_size}"
     if getattr(parallel, "decode_context_parallel_size", 1) != 1 or getattr(parallel, "use_ubatching", False):
         return "a step that is cut into parts"
     if getattr(vllm_config.cache_config, "kv_sharing_fast_prefill", False):
@@ -124,7 +124,9 @@ class OneCall:
             RuntimeError: sizes that the operator does not have.
         """
         self.model, self.inner = model, getattr(model, "model", None)
-        self.positions = model_config.max_model_len
+        self.positions, self.hidden_size = model_config.max_model_len, model_config.get_hidden_size()
+        self.dtype = model_config.dtype
+        self._is_first, self._is_last = ranks.is_first_stage(), ranks.is_last_stage()
         self.family = family_of(self.inner)
         config = getattr(self.inner, "config", None)
         refusal = self.family.refusal(config)
@@ -167,9 +169,9 @@ class OneCall:
         norms = Norms(self.family.centered)
         ropes = Ropes(self.positions, self.inner.rotary_emb if self._of_transformers else None)
         fields = [layer_fields(layer, self.family, norms, ropes) for layer in self.layers]
-        weight = norms.weight(getattr(self.inner, self.family.name("norm")))
+        weight = norms.weight(getattr(self.inner, self.family.name("norm"))) if self._is_last else None
         head = None if self._head_layer is None else packed_head(self._head_layer)
-        decoder = Decoder(weight, head, hidden_size=weight.shape[-1], eps=norms.eps, centered=norms.centered)
+        decoder = Decoder(weight, head, hidden_size=self.hidden_size, eps=norms.eps, centered=norms.centered)
         factors = product_factors(self.inner.config) if self.family.scaled else {}
         for layer, linear, experts, layer_input in fields:
             decoder.add_layer(**layer)
@@ -188,6 +190,8 @@ class OneCall:
             decoder.set_ranks(self._shared, ranks.own(), ranks.count())
         self.decoder, self.ropes, self._is_stale = decoder, ropes.tables, False
         self._has_inputs = any(made.layer_input for made in fields)
+        if self._has_inputs and not (self._is_first and self._is_last):
+            raise Unfit("layers with inputs of their own in several stages")
 
     def join_ranks(self) -> str | None:
         """Lets all ranks add what each of them makes of its part; returns why they cannot. Every rank calls this."""
@@ -211,6 +215,12 @@ class OneCall:
         owner = self.model if self._of_transformers else self.inner  # whose forward has vLLM's arguments
         self._stock = owner.forward
         owner.forward = self.forward
+        if not (self._is_first and self._is_last):
+            self.model.make_empty_intermediate_tensors = self._empty_rows
+
+    def _empty_rows(self, batch_size: int, dtype: torch.dtype, device: torch.device) -> IntermediateTensors:
+        """Rows between stages (upstream's contract), in float32 as between layers."""
+        return IntermediateTensors({"hidden_states": torch.zeros(batch_size, self.hidden_size, device=device)})
 
     def _forget(self) -> None:
         self._is_stale = True
@@ -223,8 +233,8 @@ class OneCall:
         inputs_embeds: torch.Tensor | None = None,
         per_layer_inputs: torch.Tensor | None = None,
         **more: Any,
-    ) -> torch.Tensor:
-        """As upstream's: rows [tokens, hidden_size] behind the last norm."""
+    ) -> torch.Tensor | IntermediateTensors:
+        """As upstream's: rows [tokens, hidden_size] behind the last norm; of a stage, behind its last layer."""
         metadata = get_forward_context().attn_metadata
         if isinstance(metadata, list):
             (metadata,) = metadata
@@ -234,10 +244,13 @@ class OneCall:
             if per_layer_inputs is not None:
                 more["per_layer_inputs"] = per_layer_inputs
             return self._stock(input_ids, positions, intermediate_tensors, inputs_embeds, **more)
-        hidden = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
-        hidden = hidden if self.embedding_factor == 1 else hidden * self.embedding_factor
+        if self._is_first:
+            hidden = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+            hidden = hidden if self.embedding_factor == 1 else hidden * self.embedding_factor
+        else:
+            hidden = intermediate_tensors["hidden_states"]
         if not metadata:  # vLLM warms up, and there is no cache yet
-            return torch.zeros_like(hidden)
+            return self._rows(torch.zeros_like(hidden, dtype=self.dtype))
         if self._is_stale:
             self.read()
         steps = [metadata[name] for name in self.names]
@@ -258,15 +271,20 @@ class OneCall:
             threads = 0
         else:
             threads = self._threads.before(tokens)
+        dtype = self.dtype if self._is_last else torch.float32
         if self._head is None:
-            found = self.decoder.step(*step, states=states, layer_inputs=numbers)
+            found = self.decoder.step(*step, states=states, layer_inputs=numbers, dtype=dtype)
         else:
-            found, last = torch.empty_like(step[0]), (starts[1:].long() - 1).clamp_(min=0)
-            logits = self.decoder.step(*step, last, found, threads, states, numbers)
+            found, last = torch.empty_like(step[0], dtype=dtype), (starts[1:].long() - 1).clamp_(min=0)
+            logits = self.decoder.step(*step, last, found, threads, states, numbers, dtype)
             self._head.keep(found[last], logits)
-        if tokens == len(hidden):
-            return found
-        return torch.cat([found, hidden.new_zeros(len(hidden) - tokens, found.shape[1])])
+        if tokens < len(hidden):
+            found = torch.cat([found, found.new_zeros(len(hidden) - tokens, found.shape[1])])
+        return self._rows(found)
+
+    def _rows(self, rows: torch.Tensor) -> torch.Tensor | IntermediateTensors:
+        """What ``forward`` returns."""
+        return rows if self._is_last else IntermediateTensors({"hidden_states": rows})
 
     def _layer_inputs(
         self,

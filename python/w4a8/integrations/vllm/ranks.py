@@ -1,6 +1,6 @@
-"""Several ranks of one model (tensor and expert parallelism) that run their layers in one call each.
+"""Several ranks of one model that run their layers in one call each (tensor, expert and pipeline parallelism).
 
-They share memory for the sums of a step. Linux frees it with the last of the processes, also if they are killed.
+Ranks with a part of each layer share memory for the sums of a step. Linux frees it with the last of the processes, also if they are killed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 import torch
-from vllm.distributed import get_tp_group
+from vllm.distributed import get_pp_group, get_tp_group
 
 
 def count() -> int:
@@ -25,12 +25,22 @@ def own() -> int:
 
 def agree(problem: str | None) -> str | None:
     """What one of the ranks says against something that all do or none; None: none does. Every rank calls this."""
-    group = get_tp_group()
-    if group.world_size == 1:
-        return problem
-    said: list[str | None] = [None] * group.world_size
-    torch.distributed.all_gather_object(said, problem, group=group.cpu_group)
-    return next((each for each in said if each is not None), None)
+    for group in (get_tp_group(), get_pp_group()):
+        if group.world_size > 1:
+            said: list[str | None] = [None] * group.world_size
+            torch.distributed.all_gather_object(said, problem, group=group.cpu_group)
+            problem = next((each for each in said if each is not None), None)
+    return problem
+
+
+def is_first_stage() -> bool:
+    """Whether this rank has the first layers."""
+    return get_pp_group().is_first_rank
+
+
+def is_last_stage() -> bool:
+    """Whether this rank has the last layers."""
+    return get_pp_group().is_last_rank
 
 
 def share_memory(size: int) -> tuple[torch.Tensor | None, str | None]:
