@@ -197,8 +197,8 @@ class Decoder:
             timeout: seconds that a step waits for another rank.
 
         Raises:
-            RuntimeError: an argument does not fit, or the decoder has norms of all heads at once that are layer norms or
-                come behind a bias or the rotation. A step raises it if another rank has ended or does not come.
+            RuntimeError: an argument does not fit, or the decoder has norms of all heads at once that are layer norms
+                or come behind a bias or the rotation. A step raises it if another rank has ended or does not come.
         """
         torch.ops.w4a8.decoder_set_ranks(self._number, memory, rank=rank, ranks=ranks, timeout=timeout)
 

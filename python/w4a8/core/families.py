@@ -76,6 +76,7 @@ class Family:
         layer_input: attributes of a layer whose tokens have numbers of their own for each layer: gate, projection and
             norm; (): none. The model makes the numbers by ``get_per_layer_inputs`` and ``project_per_layer_inputs``.
         output_scale: attribute of a layer, a factor of its output; "": none.
+        head: class in vLLM of a head for further tokens (MTP), without its output layer; "": none is known.
     """
 
     vllm: str = ""
@@ -110,6 +111,7 @@ class Family:
     expert_norms: Norms = ()
     layer_input: tuple[str, ...] = ()
     output_scale: str = ""
+    head: str = ""
 
     def refusal(self, config: Any) -> str | None:
         """What a config has that a Decoder does not compute, or None."""
@@ -159,6 +161,7 @@ _QWEN3_5 = replace(
     vllm="qwen3_5.Qwen3_5",
     experts="qwen3_next.Qwen3NextSparseMoeBlock",
     attention="qwen3_next.Qwen3NextAttention",
+    head="qwen3_5_mtp.Qwen3_5MultiTokenPredictor",
 )
 
 

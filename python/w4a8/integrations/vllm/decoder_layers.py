@@ -56,13 +56,13 @@ def class_name(module: Any) -> str:
 
 
 def family_of(inner: torch.nn.Module) -> Family:
-    """The family of a model without its output layer.
+    """The family of a model, or of a head for further tokens, without its output layer.
 
     Raises:
         Unfit: there is no table for the class.
     """
     for family in FAMILIES.values():
-        if family.vllm and family.classes("Model") == (class_name(inner),):
+        if family.vllm and class_name(inner) in (*family.classes("Model"), family.head):
             return family
     raise Unfit(f"there is no table for {class_name(inner)}")
 

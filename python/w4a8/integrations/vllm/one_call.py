@@ -6,6 +6,8 @@ not compiled. Other models keep vLLM's forward, and the log says why.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from w4a8.integrations.vllm.config import is_ours
 from w4a8.integrations.vllm.decoder_layers import (
     Norms,
     Ropes,
+    class_name,
     family_of,
     layer_fields,
     share_latents,
@@ -46,18 +49,33 @@ def attach(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
         return
     layers, reason = None, reason_against(vllm_config, model_config)
     try:
-        text = getattr(model, "language_model", model)  # of a model that also sees
-        layers = OneCall(text, vllm_config, model_config) if reason is None else None
+        if reason is None:
+            layers = _in_one_call(model, vllm_config, model_config)
     except (Unfit, RuntimeError, AttributeError) as error:  # the second: sizes that the operator does not have
         reason = str(error) if isinstance(error, (Unfit, RuntimeError)) else f"{type(error).__name__}: {error}"
-    reason = ranks.agree(reason)
-    if reason is None and layers is not None:
-        reason = layers.join_ranks()
-    if reason is not None or layers is None:
+    stages = not _is_draft(model_config)
+    reason = ranks.agree(reason, stages)
+    if layers is not None and reason is None:
+        reason = ranks.agree(layers.join_ranks(), stages)
+    if layers is None or reason is not None:
         logger().info("w4a8: layers run one by one: %s", reason)
         return
     layers.take_over()
-    logger().info("w4a8: all %d layers run in one call (%s=0: one by one)", len(layers.layers), settings.DECODER)
+    is_head = isinstance(layers, HeadInOneCall)
+    what = "its layer of guesses runs" if is_head else f"all {len(layers.layers)} layers run"
+    logger().info("w4a8: %s in one call (%s=0: one by one)", what, settings.DECODER)
+
+
+def _in_one_call(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> OneCall:
+    text = getattr(model, "language_model", model)  # of a model that also sees
+    inner = getattr(text, "model", None)
+    is_head = class_name(inner) == family_of(inner).head
+    return (HeadInOneCall if is_head else OneCall)(text, vllm_config, model_config)
+
+
+def _is_draft(model_config: Any) -> bool:
+    """Whether the model guesses tokens: the last stage has all of it."""
+    return model_config.runner_type == "draft"
 
 
 def reason_against(vllm_config: Any, model_config: Any) -> str | None:
@@ -108,6 +126,11 @@ class _Head:
         return logits
 
 
+def _of_pictures(positions: torch.Tensor) -> bool:
+    """Whether positions [tokens], or [axes, tokens], are not those of a text."""
+    return positions.dim() == 2 and not bool((positions == positions[0]).all())
+
+
 class OneCall:
     """A loaded model whose layers run in one call.
 
@@ -126,7 +149,8 @@ class OneCall:
         self.model, self.inner = model, getattr(model, "model", None)
         self.positions, self.hidden_size = model_config.max_model_len, model_config.get_hidden_size()
         self.dtype = model_config.dtype
-        self._is_first, self._is_last = ranks.is_first_stage(), ranks.is_last_stage()
+        is_draft = _is_draft(model_config)
+        self._is_first, self._is_last = is_draft or ranks.is_first_stage(), is_draft or ranks.is_last_stage()
         self.family = family_of(self.inner)
         config = getattr(self.inner, "config", None)
         refusal = self.family.refusal(config)
@@ -140,7 +164,8 @@ class OneCall:
         if self._of_transformers:
             self.layers, self.embed = list(self.inner.layers), self.inner.get_input_embeddings()
         else:
-            self.layers = list(self.inner.layers[self.inner.start_layer : self.inner.end_layer])
+            first, last = (getattr(self.inner, f"{name}_layer", None) for name in ("start", "end"))
+            self.layers = list(self.inner.layers[first:last])
             self.embed = self.inner.embed_input_ids
         self.embedding_factor = float(getattr(config, "embedding_multiplier", 1.0))  # of Granite and Falcon-H1
         found = (vllm_attention(layer, self.family) for layer in self.layers)
@@ -194,7 +219,7 @@ class OneCall:
             raise Unfit("layers with inputs of their own in several stages")
 
     def join_ranks(self) -> str | None:
-        """Lets all ranks add what each of them makes of its part; returns why they cannot. Every rank calls this."""
+        """Lets ranks add what each of them makes of its part; returns why this one cannot. Every rank calls this."""
         if ranks.count() == 1:
             return None
         problem = None
@@ -204,7 +229,7 @@ class OneCall:
                 self.decoder.set_ranks(self._shared, ranks.own(), ranks.count())
         except RuntimeError as error:
             problem = str(error)
-        return ranks.agree(problem)
+        return problem
 
     def take_over(self) -> None:
         """Replaces the forward of the model's layers. Weights that are loaded later are read before the next step."""
@@ -235,11 +260,7 @@ class OneCall:
         **more: Any,
     ) -> torch.Tensor | IntermediateTensors:
         """As upstream's: rows [tokens, hidden_size] behind the last norm; of a stage, behind its last layer."""
-        metadata = get_forward_context().attn_metadata
-        if isinstance(metadata, list):
-            (metadata,) = metadata
-        of_pictures = positions.dim() == 2 and not bool((positions == positions[0]).all())
-        if of_pictures or any(each is not None for each in more.values()):
+        if _of_pictures(positions) or any(each is not None for each in more.values()):
             self._threads.restore()
             if per_layer_inputs is not None:
                 more["per_layer_inputs"] = per_layer_inputs
@@ -249,6 +270,22 @@ class OneCall:
             hidden = hidden if self.embedding_factor == 1 else hidden * self.embedding_factor
         else:
             hidden = intermediate_tensors["hidden_states"]
+        numbers = partial(self._layer_inputs, input_ids, hidden, inputs_embeds, per_layer_inputs)
+        return self._run(hidden, positions, inputs_embeds is None, numbers)
+
+    def _run(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        of_text: bool,
+        numbers: Callable[[int], torch.Tensor | None] = lambda tokens: None,
+    ) -> torch.Tensor | IntermediateTensors:
+        """What ``forward`` returns, of the rows in front of the first layer. ``numbers`` of the first tokens: see
+        :meth:`_layer_inputs`.
+        """
+        metadata = get_forward_context().attn_metadata
+        if isinstance(metadata, list):
+            (metadata,) = metadata
         if not metadata:  # vLLM warms up, and there is no cache yet
             return self._rows(torch.zeros_like(hidden, dtype=self.dtype))
         if self._is_stale:
@@ -265,18 +302,18 @@ class OneCall:
         places = positions[0] if positions.dim() == 2 else positions
         step = (hidden[:tokens], places[:tokens].long(), self.caches(), tables, self.ropes)
         states = step_states(self.linear, metadata)
-        numbers = self._layer_inputs(input_ids, hidden, inputs_embeds, per_layer_inputs, tokens)
-        if self._head is None or inputs_embeds is not None:
+        given = numbers(tokens)
+        if self._head is None or not of_text:
             self._threads.restore()
             threads = 0
         else:
             threads = self._threads.before(tokens)
         dtype = self.dtype if self._is_last else torch.float32
         if self._head is None:
-            found = self.decoder.step(*step, states=states, layer_inputs=numbers, dtype=dtype)
+            found = self.decoder.step(*step, states=states, layer_inputs=given, dtype=dtype)
         else:
             found, last = torch.empty_like(step[0], dtype=dtype), (starts[1:].long() - 1).clamp_(min=0)
-            logits = self.decoder.step(*step, last, found, threads, states, numbers, dtype)
+            logits = self.decoder.step(*step, last, found, threads, states, given, dtype)
             self._head.keep(found[last], logits)
         if tokens < len(hidden):
             found = torch.cat([found, found.new_zeros(len(hidden) - tokens, found.shape[1])])
@@ -309,3 +346,34 @@ class OneCall:
             self._caches = [impl.blocks(cache, impl.head_size) for impl, cache in zip(impls, now)]
             self._kept = now
         return self._caches
+
+
+class HeadInOneCall(OneCall):
+    """A head for further tokens (MTP), whose layer runs in one call. vLLM's modules make the rows that it takes."""
+
+    def __init__(self, model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
+        """As above."""
+        super().__init__(model, vllm_config, model_config)
+        if len(self.layers) != 1:
+            raise Unfit(f"a head of {len(self.layers)} layers, of which a guess takes one")
+
+    def take_over(self) -> None:
+        """As above."""
+        super().take_over()
+        self.model.do_not_compile = True
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        spec_step_idx: int = 0,
+    ) -> torch.Tensor:
+        """As upstream's."""
+        if _of_pictures(positions) or intermediate_tensors is not None:
+            return self._stock(input_ids, positions, hidden_states, intermediate_tensors, inputs_embeds, spec_step_idx)
+        inner, embeds = self.inner, self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        parts = [inner.pre_fc_norm_embedding(embeds), inner.pre_fc_norm_hidden(hidden_states)]
+        return self._run(inner.fc(torch.cat(parts, -1)), positions, inputs_embeds is None)

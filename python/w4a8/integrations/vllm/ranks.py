@@ -1,6 +1,7 @@
 """Several ranks of one model that run their layers in one call each (tensor, expert and pipeline parallelism).
 
-Ranks with a part of each layer share memory for the sums of a step. Linux frees it with the last of the processes, also if they are killed.
+Ranks with a part of each layer share memory for the sums of a step. Linux frees it with the last of the processes, also
+if they are killed.
 """
 
 from __future__ import annotations
@@ -23,9 +24,12 @@ def own() -> int:
     return get_tp_group().rank_in_group
 
 
-def agree(problem: str | None) -> str | None:
-    """What one of the ranks says against something that all do or none; None: none does. Every rank calls this."""
-    for group in (get_tp_group(), get_pp_group()):
+def agree(problem: str | None, stages: bool = False) -> str | None:
+    """What one of the ranks says against something that all do or none; None: none does. Every rank calls this.
+
+    ``stages``: those of all stages, not of this one alone.
+    """
+    for group in (get_tp_group(), get_pp_group())[: 2 if stages else 1]:
         if group.world_size > 1:
             said: list[str | None] = [None] * group.world_size
             torch.distributed.all_gather_object(said, problem, group=group.cpu_group)
