@@ -162,10 +162,11 @@ Tensor decoder_create_cpu(const Tensor& norm, const OptionalTensor& head, int64_
              ", expected a multiple of 16 in 16..", kMaxK);
   auto decoder = std::make_shared<Decoder>();
   decoder->plan.hidden = hidden_size;
+  check_cpu({{"norm", norm}});
   decoder->plan.norm = {nullptr, positive_number("eps", eps), centered};
-  const bool has_norm = norm.dim() != 1 || norm.size(0) != 0;
-  if (has_norm) decoder->plan.norm = norm_of(*decoder, "norm", norm, hidden_size, decoder->plan.norm.eps);
-  W4A8_CHECK(has_norm || !head.has_value(), "head is given, expected none without norm");
+  if (norm.dim() != 1 || norm.size(0) != 0) {
+    decoder->plan.norm = norm_of(*decoder, "norm", norm, hidden_size, decoder->plan.norm.eps);
+  }
   if (head.has_value()) decoder->plan.head = products_of(*decoder, "head", std::vector<Tensor>{*head}, hidden_size, 0);
   const Tensor result = new_tensor({1}, ScalarType::Long, norm);
   *output_data<int64_t>(result) = decoders().add(std::move(decoder));

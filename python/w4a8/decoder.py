@@ -42,8 +42,8 @@ class Decoder:
     are given in its place; a step is an error once it was resized or moved.
 
     Args:
-        norm: floating [hidden_size], the weight of the last norm; or [2, hidden_size], weight and bias. None: there is
-            none, and a step returns rows behind the last layer.
+        norm: floating [hidden_size], the weight of the last norm; or [2, hidden_size], weight and bias. None: the last
+            layer's rows are not normed.
         head: the packed output layer, uint8; None: a step returns rows of the last norm.
         hidden_size: a multiple of 16.
         eps: of all norms.

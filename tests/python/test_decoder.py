@@ -440,6 +440,17 @@ def test_block_tables_of_other_widths_that_begin_alike():
     step()
 
 
+def test_rows_without_a_norm():
+    """And with an output layer, whose rows are those."""
+    x, starts = torch.randn(5, 96), torch.tensor([0, 5]).int()
+    step = (x, torch.arange(5), [], ([], starts[1:], starts), [])
+    assert_same_bits(Decoder(None, None, hidden_size=96, eps=EPS).step(*step), x)
+    head = make_matrix(48, 96, 16).pack()
+    assert_same_bits(Decoder(None, head, hidden_size=96, eps=EPS).step(*step), matmul(x, head, 96))
+    with pytest.raises(RuntimeError, match=r"norm has shape \[0, 96\], expected \[2, 96\]"):
+        Decoder(torch.ones(0, 96), None, hidden_size=96, eps=EPS)
+
+
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("centered", [False, True])
 @pytest.mark.parametrize("n", [16, 96, 2000])

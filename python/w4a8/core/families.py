@@ -308,7 +308,12 @@ FAMILIES = {
     ),
     "seed_oss": Family(_of_transformers("seed_oss", "SeedOss")),
     "smollm3": Family(_of_transformers("smollm3", "SmolLM3")),
-    "glm4_moe": Family("glm4_moe.Glm4Moe", experts="glm4_moe.Glm4MoE", shared=("shared_experts", "")),
+    "glm4_moe": Family(
+        "glm4_moe.Glm4Moe",
+        experts="glm4_moe.Glm4MoE",
+        shared=("shared_experts", ""),
+        head="glm4_moe_mtp.Glm4MoeMultiTokenPredictor",
+    ),
     "deepseek_v2": Family(
         "deepseek_v2.DeepseekV2",
         experts="MoE",

@@ -70,7 +70,8 @@ def _in_one_call(model: torch.nn.Module, vllm_config: Any, model_config: Any) ->
     text = getattr(model, "language_model", model)  # of a model that also sees
     inner = getattr(text, "model", None)
     is_head = class_name(inner) == family_of(inner).head
-    return (HeadInOneCall if is_head else OneCall)(text, vllm_config, model_config)
+    kind = (HeadInOneCall if hasattr(inner, "fc") else GlmHeadInOneCall) if is_head else OneCall
+    return kind(text, vllm_config, model_config)
 
 
 def _is_draft(model_config: Any) -> bool:
@@ -158,15 +159,8 @@ class OneCall:
             raise Unfit(refusal)
         if self.family.is_latent and model_config.dtype == torch.float16:
             raise Unfit("latent attention in float16, where vLLM scales rows between layers")
-        if not hasattr(self.inner, "do_not_compile"):
-            raise Unfit("this vLLM compiles models in another way")
         self._of_transformers = isinstance(self.inner, PreTrainedModel)
-        if self._of_transformers:
-            self.layers, self.embed = list(self.inner.layers), self.inner.get_input_embeddings()
-        else:
-            first, last = (getattr(self.inner, f"{name}_layer", None) for name in ("start", "end"))
-            self.layers = list(self.inner.layers[first:last])
-            self.embed = self.inner.embed_input_ids
+        self._find_layers()
         self.embedding_factor = float(getattr(config, "embedding_multiplier", 1.0))  # of Granite and Falcon-H1
         found = (vllm_attention(layer, self.family) for layer in self.layers)
         self.attentions = [each for each in found if each is not None]
@@ -185,6 +179,21 @@ class OneCall:
         self._caches: list[torch.Tensor] = []  # the same in the operator's form
         self.read()
 
+    def _find_layers(self) -> None:
+        """Finds the layers, and what makes rows of tokens."""
+        if not hasattr(self.inner, "do_not_compile"):
+            raise Unfit("this vLLM compiles models in another way")
+        if self._of_transformers:
+            self.layers, self.embed = list(self.inner.layers), self.inner.get_input_embeddings()
+        else:
+            first, last = (getattr(self.inner, f"{name}_layer", None) for name in ("start", "end"))
+            self.layers = list(self.inner.layers[first:last])
+            self.embed = self.inner.embed_input_ids
+
+    def _last_norm(self, norms: Norms) -> torch.Tensor | None:
+        """The weight of the norm behind the layers."""
+        return norms.weight(getattr(self.inner, self.family.name("norm")))
+
     def read(self) -> None:
         """Makes the decoder from the present weights. Norms and tables are copied, packed weights are not.
 
@@ -194,7 +203,7 @@ class OneCall:
         norms = Norms(self.family.centered)
         ropes = Ropes(self.positions, self.inner.rotary_emb if self._of_transformers else None)
         fields = [layer_fields(layer, self.family, norms, ropes) for layer in self.layers]
-        weight = norms.weight(getattr(self.inner, self.family.name("norm"))) if self._is_last else None
+        weight = self._last_norm(norms) if self._is_last else None
         head = None if self._head_layer is None else packed_head(self._head_layer)
         decoder = Decoder(weight, head, hidden_size=self.hidden_size, eps=norms.eps, centered=norms.centered)
         factors = product_factors(self.inner.config) if self.family.scaled else {}
@@ -377,3 +386,29 @@ class HeadInOneCall(OneCall):
         inner, embeds = self.inner, self.embed(input_ids) if inputs_embeds is None else inputs_embeds
         parts = [inner.pre_fc_norm_embedding(embeds), inner.pre_fc_norm_hidden(hidden_states)]
         return self._run(inner.fc(torch.cat(parts, -1)), positions, inputs_embeds is None)
+
+
+class GlmHeadInOneCall(HeadInOneCall):
+    """That of GLM-4.5, whose rows are normed with its output layer."""
+
+    def _find_layers(self) -> None:
+        parts = list(self.inner.layers.values())
+        self._part, self.layers = parts[0], [each.mtp_block for each in parts]
+        self.embed = self.inner.embed_input_ids
+
+    def _last_norm(self, norms: Norms) -> None:
+        return None
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        previous_hidden_states: torch.Tensor,
+        inputs_embeds: torch.Tensor | None = None,
+        spec_step_idx: int = 0,
+    ) -> torch.Tensor:
+        """As upstream's."""
+        part, embeds = self._part, self.embed(input_ids) if inputs_embeds is None else inputs_embeds
+        embeds = torch.where(positions.unsqueeze(-1) == 0, 0, embeds)  # as upstream's
+        rows = part.eh_proj(torch.cat([part.enorm(embeds), part.hnorm(previous_hidden_states)], -1))
+        return self._run(rows, positions, inputs_embeds is None)
