@@ -15,6 +15,10 @@ need_vllm_packages() {
   local missing=()
   ldconfig -p | grep -q 'libnuma\.so\.1' || missing+=(libnuma1)
   need_packages "${missing[@]}"
+  # An allocator that vLLM warns without, and `w4a8 serve` preloads: only where nobody must be asked.
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! ldconfig -p | grep -q 'libtcmalloc'; then
+    (need_packages libtcmalloc-minimal4) || say "no libtcmalloc: vLLM runs without"
+  fi
 }
 
 [ "${BASH_SOURCE[0]}" != "$0" ] || VLLM_VERSION=${1:-${VLLM_VERSION:-}}

@@ -14,6 +14,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from ctypes.util import find_library
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ from w4a8.integrations.vllm import binding, settings
 from w4a8.integrations.vllm.settings import LM_HEAD_SWITCH
 from w4a8.ops import BLOCK_TOKENS, HEAD_SIZES, attention_block_bytes
 
-CACHE = "VLLM_CPU_KVCACHE_SPACE"
+CACHE, PRELOAD = "VLLM_CPU_KVCACHE_SPACE", "LD_PRELOAD"
+_ALLOCATOR = "libtcmalloc"  # of Google's; vLLM looks for this name
 _LONGEST = 8192  # default of --max-model-len
 _EAGER, _NAMED = "--enforce-eager", "served-model-name"
 _ROOM = 1.05  # factor of the cache's size: vLLM rounds to blocks
@@ -121,6 +123,7 @@ def command_of(args: argparse.Namespace, program: list[str], path: Path) -> tupl
     sizes = sizes_of(path)
     longest = args.max_model_len or min(_LONGEST, sizes["longest"] or _LONGEST)
     variables = variables_of(path, sizes, longest, args.rest, args.kv_cache)
+    variables |= _preloaded()
     if args.lm_head is not None:
         variables[LM_HEAD_SWITCH] = args.lm_head
     options = {"max-model-len": longest, "host": args.host, "port": args.port}
@@ -151,6 +154,15 @@ def variables_of(
     if not binding.chosen() and binding.shares_cores(os.sched_getaffinity(0)):
         variables[binding.RESERVED] = "0"
     return variables
+
+
+def _preloaded() -> dict[str, str]:
+    """LD_PRELOAD with the allocator that vLLM asks for, where there is one; an empty one of the environment stays."""
+    given = os.environ.get(PRELOAD)
+    if given == "" or _ALLOCATOR in (given or ""):
+        return {}
+    found = next(filter(None, map(find_library, ("tcmalloc_minimal", "tcmalloc"))), None)
+    return {} if found is None else {PRELOAD: ":".join(filter(None, (given, found)))}
 
 
 def _where(args: argparse.Namespace, command: Sequence[str], chats: bool) -> list[str]:

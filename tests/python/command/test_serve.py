@@ -24,8 +24,9 @@ GIB = 2**30
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch):
-    for name in (serve.CACHE, binding.BIND, binding.RESERVED, "W4A8_VLLM", *settings.KEYS.values()):
+    for name in (serve.CACHE, serve.PRELOAD, binding.BIND, binding.RESERVED, "W4A8_VLLM", *settings.KEYS.values()):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(serve, "find_library", lambda name: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)), raising=False)
     monkeypatch.setattr(binding, "_SIBLINGS", "no such file {}")
     monkeypatch.setenv("CXX", sys.executable)  # something that is there
@@ -287,6 +288,25 @@ def test_a_model_with_a_chat_template(where, tmp_path, started, capsys):
     words = shlex.split(capsys.readouterr().out.splitlines()[-1].removeprefix("# "))
     assert words[2].endswith("/v1/chat/completions")
     assert json.loads(words[-1])["messages"] == [{"role": "user", "content": "What is a CPU?"}]
+
+
+@pytest.mark.parametrize(
+    ("there", "given", "expected"),
+    [
+        ("tcmalloc", None, "libtcmalloc.so.4"),
+        ("tcmalloc_minimal", "/a/b.so", "/a/b.so:libtcmalloc_minimal.so.4"),
+        ("tcmalloc", "/x/libtcmalloc_minimal.so", "/x/libtcmalloc_minimal.so"),
+        ("tcmalloc", "", ""),
+        ("", None, None),
+    ],
+)
+def test_an_allocator_is_preloaded(there, given, expected, tmp_path, started, monkeypatch):
+    """If it is installed, and the user has not said which one, or none."""
+    monkeypatch.setattr(serve, "find_library", lambda name: f"lib{name}.so.4" if name == there else None)
+    if given is not None:
+        monkeypatch.setenv(serve.PRELOAD, given)
+    assert main(["serve", str(write(tmp_path / "m", **QWEN))]) == 0
+    assert started[0][1].get(serve.PRELOAD) == expected
 
 
 def test_a_server_with_a_key(tmp_path, started, capsys):
