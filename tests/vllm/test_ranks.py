@@ -10,9 +10,8 @@ from gguf_architectures import INT4, INTER, LAYERS, SIZES
 from models import Case
 from test_decoder_architectures import check, jobs_of
 
-# Norms of all heads at once; parallel blocks; latent attention; experts alone, with shared ones, with norms of their own
-# results; inputs of layers; linear attention; short convolutions; keys and values that ranks have copies of; joined
-# projections.
+# Norms of all heads at once; parallel blocks; latent attention; experts alone, with shared ones, with norms of results;
+# inputs of layers; linear attention; short convolutions; keys and values that ranks have copies of; joined projections.
 CUT = (
     "llama",
     "olmo2",
