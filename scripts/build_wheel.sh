@@ -10,7 +10,7 @@ if [ "${1:-}" = --arch ]; then
   shift 2
 fi
 out=$(realpath -m "${1:-dist}")
-most_bytes=2750000 # of the wheel, all kernels in it, those of attention and linear attention too
+most_bytes=2800000 # of the wheel, all kernels in it, those of attention and linear attention too
 select_flavour
 pip_once "$PY" wheel
 options=()

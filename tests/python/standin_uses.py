@@ -217,7 +217,7 @@ def test_chat(tmp_path, monkeypatch, capsys):
         prompt.to("standin"), max_new_tokens=5, do_sample=False, pad_token_id=0
     )
     assert written.out == bytes(expected[0, prompt.shape[1] :].tolist()).decode(errors="replace") + "\n"
-    assert "2 replaced" in written.err and "one by one" not in written.err
+    assert ": 2 layers packed" in written.err and "one by one" not in written.err
 
 
 def test_doctor_and_inspect_of_the_device(tmp_path, capsys):

@@ -202,7 +202,8 @@ def test_threads_of_torch_between_steps(monkeypatch):
         return hidden
 
     one.decoder, one.ropes, one.names, one._is_stale = SimpleNamespace(step=record), [], ["layer"], False
-    one.embedding_factor, one._has_inputs = 1.0, False
+    one.embedding_factor, one._has_inputs, one.dtype = 1.0, False, torch.float32
+    one._is_first = one._is_last = True
     one.embed = lambda ids: torch.zeros(len(ids), 4)
     one.caches, one.linear = list, []
 

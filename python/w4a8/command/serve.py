@@ -37,6 +37,7 @@ CACHE, PRELOAD = "VLLM_CPU_KVCACHE_SPACE", "LD_PRELOAD"
 _ALLOCATOR = "libtcmalloc"  # of Google's; vLLM looks for this name
 _LONGEST = 8192  # default of --max-model-len
 _EAGER, _NAMED = "--enforce-eager", "served-model-name"
+_PARALLEL = (("tensor", "-tp"), ("pipeline", "-pp"), ("data", "-dp"))
 _ROOM = 1.05  # factor of the cache's size: vLLM rounds to blocks
 
 
@@ -78,7 +79,10 @@ def run(args: argparse.Namespace) -> int:
     command, variables = command_of(args, program, path)
     if _EAGER in command and _EAGER not in args.rest:
         print(f"# torch.compile needs a C++ compiler, and there is no {_compiler()}: {_EAGER}", flush=True)
-    print(" ".join([*(f"{name}={value}" for name, value in variables.items()), shlex.join(command)]), flush=True)
+    print(
+        " ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), shlex.join(command)]),
+        flush=True,
+    )
     if "amx_int8" in w4a8.cpu_features().split():
         print("# this CPU has AMX: compare with W4A8_VLLM=0 in front of it (docs/vllm.md)", flush=True)
     for line in _where(args, command, _chats(path)):
@@ -151,9 +155,21 @@ def variables_of(
         kind = attention_kind(sizes, rest) if ours else None
         needed = math.ceil(_ROOM * tokens * cache_bytes(sizes, kind) / 2**30)
         variables[CACHE] = str(max(1, needed) if gib is None else gib)
-    if not binding.chosen() and binding.shares_cores(os.sched_getaffinity(0)):
+    if binding.chosen():
+        return variables
+    allowed = os.sched_getaffinity(0)
+    shares = binding.shares(allowed, _ranks(rest))
+    if shares:
+        variables[binding.BIND] = "|".join(map(binding.in_words, shares))
+    elif binding.shares_cores(allowed):
         variables[binding.RESERVED] = "0"
     return variables
+
+
+def _ranks(rest: Sequence[str]) -> int:
+    """Processes of this machine that compute, by vLLM's arguments."""
+    tensor, stages, replicas = (_said(rest, f"{name}-parallel-size", "1", int, short) for name, short in _PARALLEL)
+    return tensor * stages * replicas // max(1, _said(rest, "nnodes", "1", int))
 
 
 def _preloaded() -> dict[str, str]:
@@ -227,13 +243,13 @@ def attention_kind(sizes: Mapping[str, Any], rest: Sequence[str]) -> str | None:
     return settings.CACHE_KINDS.get(_said(rest, "kv-cache-dtype", "auto", str))
 
 
-def _said(rest: Sequence[str], name: str, default: str, read: Callable[[str], Any]) -> Any:
+def _said(rest: Sequence[str], name: str, default: str, read: Callable[[str], Any], short: str = "") -> Any:
     """The value of an option of vLLM; the last one counts. vLLM takes ``_`` for ``-``, too.
 
     Raises:
         ValueError: the value cannot be read; names the option.
     """
-    value, names = default, (f"--{name}", f"--{name.replace('-', '_')}")
+    value, names = default, (f"--{name}", f"--{name.replace('-', '_')}", short)
     for word, behind in zip(rest, [*rest[1:], ""]):
         option, equals, text = word.partition("=")
         if option in names:

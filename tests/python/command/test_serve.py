@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -29,6 +30,7 @@ def no_variables(monkeypatch):
     monkeypatch.setattr(serve, "find_library", lambda name: None)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)), raising=False)
     monkeypatch.setattr(binding, "_SIBLINGS", "no such file {}")
+    monkeypatch.setattr(binding, "_NODES", Path("no such folder"))
     monkeypatch.setenv("CXX", sys.executable)  # something that is there
 
 
@@ -69,7 +71,8 @@ def test_the_command(tmp_path, started, capsys):
     assert environment[serve.CACHE] == "1" and environment["PATH"] == os.environ["PATH"]
     assert "W4A8_VLLM_LM_HEAD" not in environment
     first = capsys.readouterr().out.splitlines()[0]
-    assert first == f"{serve.CACHE}=1 /bin/vllm serve {folder} {' '.join(given)}"
+    variables = f"{serve.CACHE}=1 {binding.BIND}='0-31|32-63'"
+    assert first == f"{variables} /bin/vllm serve {folder} {' '.join(given)}"
 
 
 @pytest.mark.parametrize(
@@ -101,6 +104,31 @@ def test_cpus_of_a_rank(cpus, threads_of_core, variables, reserved, tmp_path, st
         ",".join(str(core + i * cpus // threads_of_core) for i in range(threads_of_core))
         for core in range(cpus // threads_of_core)
     }
+
+
+@pytest.mark.parametrize(
+    "nodes, rest, bound",
+    [
+        (["0-7"], ["--tensor-parallel-size", "2"], "0-3|4-7"),
+        (["0-7"], ["-tp", "2", "-pp=2"], "0-1|2-3|4-5|6-7"),
+        (["0-7"], ["--tensor_parallel_size=3"], "0-1|2-4|5-7"),
+        (["0-3,8-11", "4-7"], ["-tp", "2"], None),  # vLLM gives each rank a node
+        (["0,2,4,6", "1,3,5,7"], ["-tp", "4"], "0,2|4,6|1,3|5,7"),
+        (["0-7"], ["-tp", "2", "--nnodes", "2"], None),
+        (["0-7"], ["-tp", "9"], None),  # fewer cores: vLLM says so
+        ([], ["-dp", "2"], "0-3|4-7"),
+        (["0-7"], [], None),
+    ],
+)
+def test_several_ranks_on_a_node(nodes, rest, bound, tmp_path, started, monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
+    monkeypatch.setattr(binding, "_NODES", tmp_path)
+    for node, cpus in enumerate(nodes):
+        (tmp_path / f"node{node}").mkdir()
+        (tmp_path / f"node{node}" / "cpulist").write_text(f"{cpus}\n")
+    assert main(["serve", str(write(tmp_path / "m", **QWEN)), *rest]) == 0
+    assert started[0][1].get(binding.BIND) == bound
+    assert (binding.RESERVED in started[0][1]) == (bound is None)
 
 
 @pytest.mark.parametrize(
@@ -376,7 +404,8 @@ def test_a_vllm_on_the_path(tmp_path):
     fake.chmod(0o755)
     folder = write(tmp_path / "m", **QWEN)
     command = [sys.executable, "-m", "w4a8", "serve", folder, "--seed", "1"]
-    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", binding.RESERVED: "1"}  # of which nothing is printed
+    # Of these nothing is printed.
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", binding.RESERVED: "1", serve.PRELOAD: ""}
     done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True)
     assert done.returncode == 7 and done.stdout.startswith(f"{serve.CACHE}=1 {fake} serve {folder}")
     recorded = (tmp_path / "arguments").read_text().splitlines()

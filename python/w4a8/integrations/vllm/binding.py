@@ -1,4 +1,5 @@
-"""CPUs of vLLM's ranks: how many vLLM keeps for its own processes, and a line of the log about what is idle.
+"""CPUs of vLLM's ranks: how many vLLM keeps for its own processes, several ranks on a NUMA node, and a line of the log
+about what is idle.
 
 vLLM's binding ``auto`` gives a rank one logical CPU of each core of a NUMA node, and takes one core of each rank away
 for its scheduler and its server. These wait most of the time. Only :func:`say_cpus` imports vLLM.
@@ -17,6 +18,7 @@ RESERVED = "VLLM_CPU_NUM_OF_RESERVED_CPU"
 # From so many cores on, one for vLLM's own processes is a small share, and vLLM's default stays. Of two cores it is
 # half of the speed (docs/vllm.md).
 _MANY = 16
+_NODES = Path("/sys/devices/system/node")
 _SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"  # the logical CPUs of a CPU's core
 
 
@@ -38,6 +40,37 @@ def shares_cores(cpus: Collection[int]) -> bool:
     """
     count = len(cores(cpus))
     return count < _MANY or count < len(cpus)
+
+
+def shares(cpus: Collection[int], ranks: int) -> list[set[int]]:
+    """CPUs of each of several ranks on fewer NUMA nodes, which vLLM's ``auto`` refuses.
+
+    Args:
+        cpus: those that this process may use.
+        ranks: of this machine.
+
+    Returns:
+        As many cores for each rank, those of a node next to each other, and one logical CPU of each core. [] if
+        ``auto`` does it, or there are fewer cores than ranks.
+    """
+    node_of = {cpu: node for node, each in enumerate(_nodes()) for cpu in each}
+    nodes = {node_of.get(cpu, 0) for cpu in cpus}
+    first: dict[str, int] = {}  # of each core
+    for cpu in sorted(cpus):
+        first.setdefault(next(iter(cores([cpu]))), cpu)
+    found = sorted(first.values(), key=lambda cpu: (node_of.get(cpu, 0), cpu))
+    if ranks <= len(nodes) or len(found) < ranks:
+        return []
+    return [set(found[i * len(found) // ranks : (i + 1) * len(found) // ranks]) for i in range(ranks)]
+
+
+def _nodes() -> list[set[int]]:
+    """The CPUs of each NUMA node, as far as the system says."""
+    found = []
+    for node in sorted(_NODES.glob("node[0-9]*/cpulist")):
+        runs = [run.split("-") for run in node.read_text().strip().split(",") if run]
+        found.append({cpu for run in runs for cpu in range(int(run[0]), int(run[-1]) + 1)})
+    return found
 
 
 def chosen() -> bool:
