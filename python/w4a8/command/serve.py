@@ -169,7 +169,7 @@ def variables_of(
 def _ranks(rest: Sequence[str]) -> int:
     """Processes of this machine that compute, by vLLM's arguments."""
     tensor, stages, replicas = (_said(rest, f"{name}-parallel-size", "1", int, short) for name, short in _PARALLEL)
-    return tensor * stages * replicas // max(1, _said(rest, "nnodes", "1", int))
+    return tensor * stages * replicas // max(1, _said(rest, "nnodes", "1", int, "-n"))
 
 
 def _preloaded() -> dict[str, str]:
@@ -243,7 +243,7 @@ def attention_kind(sizes: Mapping[str, Any], rest: Sequence[str]) -> str | None:
     return settings.CACHE_KINDS.get(_said(rest, "kv-cache-dtype", "auto", str))
 
 
-def _said(rest: Sequence[str], name: str, default: str, read: Callable[[str], Any], short: str = "") -> Any:
+def _said(rest: Sequence[str], name: str, default: str, read: Callable[[str], Any], short: str | None = None) -> Any:
     """The value of an option of vLLM; the last one counts. vLLM takes ``_`` for ``-``, too.
 
     Raises:

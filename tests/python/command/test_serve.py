@@ -118,6 +118,8 @@ def test_cpus_of_a_rank(cpus, threads_of_core, variables, reserved, tmp_path, st
         (["0-7"], ["-tp", "9"], None),  # fewer cores: vLLM says so
         ([], ["-dp", "2"], "0-3|4-7"),
         (["0-7"], [], None),
+        (["0-7"], ["-tp", "2", "--api-key", "", "2"], "0-3|4-7"),  # an empty word is no option
+        (["0-7"], ["-tp", "2", "-n", "2"], None),
     ],
 )
 def test_several_ranks_on_a_node(nodes, rest, bound, tmp_path, started, monkeypatch):
