@@ -70,8 +70,7 @@ def summed(linear: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     Raises:
         Unfit: as :func:`packed`, there are several matrices, or each rank has the whole layer.
     """
-    if linear.tp_size != ranks.count():
-        raise Unfit(f"{linear.prefix} is whole on each of {ranks.count()} ranks")
+    _check_is_cut(linear)
     found, bias = packed(linear)
     return _one(linear, found), bias if linear.tp_rank == 0 else None
 
@@ -82,8 +81,13 @@ def summed_without_bias(linear: Any) -> torch.Tensor:
     Raises:
         Unfit: as :func:`summed` and :func:`without_bias`.
     """
-    without_bias(linear)
-    return summed(linear)[0]
+    _check_is_cut(linear)
+    return only(linear)
+
+
+def _check_is_cut(linear: Any) -> None:
+    if linear.tp_size != ranks.count():
+        raise Unfit(f"{linear.prefix} is whole on each of {ranks.count()} ranks")
 
 
 def _one(linear: Any, found: list[torch.Tensor]) -> torch.Tensor:
