@@ -206,8 +206,7 @@ struct LayerPlan {
 
 struct DecoderPlan {
   int64_t hidden = 0;
-  Ranks* ranks =
-      nullptr;  ///< that have a part each of heads, MLPs and experts, and sum what out and down make; or null
+  Ranks* ranks = nullptr;  ///< each has a part of heads, MLPs and experts; what out and down make is summed; or null
   std::vector<LayerPlan> layers;
   NormPlan norm;
   Products head;  ///< empty: rows of the last norm are the result

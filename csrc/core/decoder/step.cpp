@@ -326,10 +326,8 @@ class Step {
   void prepare_heads(const AttentionPlan& plan, const NormPlan& norm, int64_t heads, int64_t stride, int64_t r,
                      float* x) const {
     if (plan.turns_first) turn_heads(plan, heads, stride, r, x);
-    if (plan_.norms_over_ranks(plan)) {
-      // They are normed already.
-    } else if (plan.norms_whole_rows) {
-      norm_runs(norm, 1, heads * plan.head_size, 0, x);
+    if (plan.norms_whole_rows) {
+      if (!plan_.norms_over_ranks(plan)) norm_runs(norm, 1, heads * plan.head_size, 0, x);
     } else {
       norm_runs(norm, heads, plan.head_size, stride, x, plan.norms_apart ? plan.head_size : 0);
     }
