@@ -23,8 +23,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// As long as a thread of a team looks for work.
-constexpr auto kSpin = std::chrono::microseconds(100);
 constexpr int kLooksBeforeYield = 256;  // some microseconds: the other rank may need this CPU
 constexpr auto kBetweenChecks = std::chrono::milliseconds(50);
 constexpr int64_t kFloatsOfTask = 4096;
@@ -108,7 +106,7 @@ void Ranks::await(int rank) {
   }
   const auto begin = Clock::now();
   auto now = begin;
-  while (now - begin < kSpin) {
+  while (now - begin < Team::kSpin) {
     std::this_thread::yield();
     if (has_come()) return;
     now = Clock::now();

@@ -11,8 +11,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Longer than from one run to the next within a step, and much shorter than the system lets a thread run.
-constexpr auto kSpin = std::chrono::microseconds(100);
 // A task takes up to about as long. If the wait is longer, the system has most likely stopped a thread.
 constexpr auto kBeforeAgain = std::chrono::microseconds(40);
 constexpr int kLooksBeforeClock = 64;  // a look at the clock costs more than one at the ticket

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -29,6 +30,9 @@ struct TeamTasks {
 class Team final : public Parallel {
  public:
   static constexpr int64_t kMostTasks = 4096;
+  /// How long a thread looks for work before it sleeps: longer than from one run to the next within a step, and much
+  /// shorter than the system lets a thread run.
+  static constexpr std::chrono::microseconds kSpin{100};
 
   /// threads: the caller included, 1 to 4096. begin: called first in each new thread, with the thread's number from 1
   /// on, to bind the thread to a CPU: without, it has the CPUs of the thread that makes the team.
