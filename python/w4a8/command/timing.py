@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from w4a8.integrations.vllm import binding, settings
+
 START = 8  # tokens of the prompt before decoding, if it is not asked for behind more
 
 
@@ -97,7 +99,7 @@ class TimedModel(Timer):
 
 
 class TimedEngine(Timer):
-    """Runs cases on an engine of vLLM, which reads every prompt anew.
+    """Runs cases on an engine of vLLM, which reads every prompt anew. The engine is as `w4a8 serve` makes it.
 
     Attributes:
         llm: vLLM's LLM.
@@ -107,6 +109,8 @@ class TimedEngine(Timer):
     def __init__(self, model: str, max_model_len: int, max_num_seqs: int = 8, **more: Any) -> None:
         from vllm import LLM
 
+        if settings.mode() != "0":
+            more.setdefault("distributed_executor_backend", binding.in_process())
         self.llm = LLM(
             model,
             skip_tokenizer_init=True,

@@ -225,8 +225,9 @@ def engines(monkeypatch):
     return made
 
 
-def test_an_engine(tiny, engines, capsys):
+def test_an_engine(tiny, engines, capsys, monkeypatch):
     """Its settings are those of `w4a8 serve`, and rates count as in transformers. What is too long is left out."""
+    monkeypatch.setattr(binding, "has_module", lambda name: True)
     sizes = serve.sizes_of(tiny)
     context = sizes["longest"]
     expected = {**dict.fromkeys((serve.CACHE, binding.RESERVED)), **serve.variables_of(tiny, sizes, 4 * 12)}
@@ -239,6 +240,7 @@ def test_an_engine(tiny, engines, capsys):
     (model, options, variables), ended = engines
     assert model == str(tiny) and ended == "ended"
     assert (options["max_model_len"], options["max_num_seqs"], options["enable_prefix_caching"]) == (15, 4, False)
+    assert options["distributed_executor_backend"] == binding.in_process()
     assert variables == expected
 
 

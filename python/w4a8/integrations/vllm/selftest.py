@@ -155,7 +155,9 @@ def _experts_problem(config: object, generator: torch.Generator) -> str | None:
 def layer_problems() -> list[str]:
     """Problems of layers that vLLM's own interfaces make, load and run; empty: none."""
     generator = torch.Generator().manual_seed(0)
+    threads = torch.get_num_threads()
     try:
+        torch.set_num_threads(1)  # more would start, before a rank binds its own
         from w4a8.integrations.vllm.configs import W4A8GPTQConfig
 
         with _surroundings():
@@ -163,6 +165,8 @@ def layer_problems() -> list[str]:
             found = [_linear_problem(config, generator), _experts_problem(config, generator)]
     except Exception as error:
         return [f"a layer could not be made and run: {type(error).__name__}: {error}"]
+    finally:
+        torch.set_num_threads(threads)
     return [problem for problem in found if problem is not None]
 
 
