@@ -10,7 +10,9 @@ from typing import Any
 from w4a8.checkpoint.gguf_architectures import NOT_IN_VLLM, named
 from w4a8.checkpoint.gguf_file import GGUFFile
 from w4a8.command.headers import Header, Mapped
+from w4a8.core.matrix import SUPER
 from w4a8.core.words import weights_in_words
+from w4a8.formats.gguf_blocks import TYPES
 from w4a8.formats.packed_directory import ALL_STAND_FOR, joined_layer_of
 from w4a8.nn.packed import PackedModule
 from w4a8.ops import read_header
@@ -32,7 +34,7 @@ class Layer:
         why: the reason for FLOAT or REFUSED; "" for RUNS.
         bytes: in memory.
         experts: number of experts.
-        weights: of a packed matrix that is no experts, their number.
+        shapes: of each packed matrix, or of an expert's: rows, columns, and the columns that a cut keeps together.
     """
 
     name: str
@@ -42,7 +44,7 @@ class Layer:
     why: str
     bytes: int
     experts: int = 0
-    weights: int = 0
+    shapes: tuple[tuple[int, int, int], ...] = ()
 
 
 def role_of(name: str, dimensions: int) -> str:
@@ -57,6 +59,14 @@ def role_of(name: str, dimensions: int) -> str:
     if last in ("gate", "router", "shared_expert_gate"):
         return ROUTER
     return EMBEDDING if "embed" in last or last == "wte" else LINEAR
+
+
+def _shape(header: Mapping[str, Any], what: str = "") -> tuple[int, int, int]:
+    """An entry of ``Layer.shapes``. ``what`` may begin with types of GGUF, whose blocks stay whole."""
+    names = what.partition(" as ")[0].split(" and ")
+    units = [block.weights for block in TYPES.values() if block.name in names]
+    units.append(SUPER if header.get("scale_dtype") == "super" else int(header["group"]))
+    return int(header["n"]), int(header["k"]), max(units)
 
 
 def of_packed(headers: Mapping[str, Header]) -> Iterator[Layer]:
@@ -79,12 +89,13 @@ def of_packed(headers: Mapping[str, Header]) -> Iterator[Layer]:
             raise ValueError(f"{key}: {error}") from error
         if leaf in ("packed", "rows_packed"):
             role = OUTPUT if leaf == "rows_packed" and not has_head else role_of(name, 2)
-            yield Layer(name, role, RUNS, weights_in_words(said), "", header.bytes, weights=said["n"] * said["k"])
+            yield Layer(name, role, RUNS, weights_in_words(said), "", header.bytes, shapes=(_shape(said),))
             continue
         old = experts.get(name)
         words = dict.fromkeys([*([old.what] if old else []), weights_in_words(said)])
         size = header.bytes + (old.bytes if old else 0)
-        experts[name] = Layer(name, EXPERTS, RUNS, " and ".join(words), "", size, count)
+        shapes = (*(old.shapes if old else ()), _shape(said))
+        experts[name] = Layer(name, EXPERTS, RUNS, " and ".join(words), "", size, count, shapes)
     yield from experts.values()
 
 
@@ -142,9 +153,8 @@ def of_model(model: Any, report: Any) -> list[Layer]:
         count = next((len(t) for t in tensors if is_stack or t.dim() > 2), 0) if role == EXPERTS else 0
         if replaced:
             what = next((kinds[id(t)] for t in tensors if id(t) in kinds), "") or _rounded(module)
-            sizes = [] if is_stack else module.packed_shapes().values()
-            weights = sum(int(shape["n"]) * int(shape["k"]) for shape in sizes)
-            layers.append(Layer(name, role, RUNS, what, "", size, count, weights))
+            shapes = tuple(_shape(each, what) for each in module.packed_shapes().values())
+            layers.append(Layer(name, role, RUNS, what, "", size, count, shapes))
         elif name in report.refused:
             layers.append(Layer(name, role, REFUSED, "quantized", report.refused[name], size, count))
         else:

@@ -15,7 +15,7 @@ from typing import Any
 
 from w4a8.checkpoint.gguf_file import GGUFFile, is_gguf
 from w4a8.checkpoint.gguf_keys import Keys
-from w4a8.command import machine, model_loading
+from w4a8.command import cuts, machine, model_loading
 from w4a8.command.contents import (
     EMBEDDING,
     EXPERTS,
@@ -33,6 +33,7 @@ from w4a8.command.contents import (
 from w4a8.command.headers import Header, read_headers
 from w4a8.command.model import HELP, find, hub_name
 from w4a8.command.report import UsageError, add_json, labelled, number, show
+from w4a8.command.serve import sizes_of
 from w4a8.core.json_fields import json_field, read_json
 from w4a8.core.words import counted, gigabytes, plural
 from w4a8.formats.float8 import is_mixed
@@ -53,6 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of the machine that is to run it; without this it is measured here, in two seconds",
     )
     parser.add_argument("--layers", action="store_true", help="list every layer")
+    parser.add_argument(
+        "--ranks", type=number(int, 2, 1024), metavar="N", help="what each of N ranks holds (--tensor-parallel-size N)"
+    )
     parser.add_argument("--device", metavar="NAME", help="such as cuda: what goes there, beside experts on the CPU")
     add_json(parser)
 
@@ -62,11 +66,14 @@ def run(args: argparse.Namespace) -> int:
     answer, layers = examine(args.model, args.memory_speed)
     if args.device is not None:
         answer["beside"] = beside(layers, args.device)
+    if args.ranks is not None:
+        answer["cut"] = cuts.of_ranks(layers, sizes_of(Path(answer["path"])), args.ranks)
     if args.layers:
         answer["layers"] = [vars(layer) for layer in layers]
     show(answer, text_of(answer), args.json)
     damaged = answer["tokenizer"] and model_loading.OWN_CODE not in answer["tokenizer"]
-    return 1 if answer["refused"] or damaged else 0
+    uncut = "cut" in answer and answer["cut"]["problems"]
+    return 1 if answer["refused"] or damaged or uncut else 0
 
 
 def examine(name: str, memory_speed: float | None = None) -> tuple[dict[str, Any], list[Layer]]:
@@ -115,7 +122,8 @@ def beside(layers: list[Layer], device: str) -> dict[str, Any]:
     experts = sum(layer.bytes for layer in layers if layer.role == EXPERTS and layer.state == RUNS)
     if not experts:
         raise UsageError(f"--device {device}: the model has no packed experts that could stay on the CPU")
-    there = sum(2 * layer.weights or layer.bytes for layer in layers if layer.role != EXPERTS or layer.state != RUNS)
+    kept = [layer for layer in layers if layer.role != EXPERTS or layer.state != RUNS]
+    there = sum(2 * sum(rows * columns for rows, columns, _ in each.shapes) or each.bytes for each in kept)
     here = {each["device"]: each for each in machine.accelerators()}
     found = here.get(device if ":" in device else f"{device}:0")
     available = None if found is None else found["available_bytes"]
@@ -254,6 +262,8 @@ def text_of(answer: dict[str, Any]) -> list[str]:
         ("in memory", f"{gigabytes(packed)} packed and {gigabytes(floats)} of floats: {gigabytes(packed + floats)}"),
         ("at the peak", f"about {gigabytes(answer['peak_bytes'])} while it is loaded, without Python and PyTorch"),
     ]
+    if "cut" in answer:
+        rows += _cut(answer["cut"])
     if "beside" in answer:
         rows.append(("beside it", _beside(answer["beside"])))
     if count is not None:
@@ -271,6 +281,12 @@ def text_of(answer: dict[str, Any]) -> list[str]:
         for layer in answer.get("layers", [])
     ]
     return labelled(rows)
+
+
+def _cut(found: dict[str, Any]) -> list[tuple[str, str]]:
+    each, copied = gigabytes(found["rank_bytes"]), gigabytes(found["copied_bytes"])
+    text = f"about {each} of weights on each, of which {copied} are copies that all have"
+    return [(f"{found['ranks']} ranks", text), *(("DOES NOT FIT", problem) for problem in found["problems"])]
 
 
 def _beside(found: dict[str, Any]) -> str:

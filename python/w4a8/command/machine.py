@@ -11,6 +11,7 @@ import torch
 
 from w4a8.core.memory import fresh_bytes
 
+_NODES = Path("/sys/devices/system/node")
 _READ = 512 << 20  # bytes of one pass: several times the caches of most CPUs
 
 
@@ -30,7 +31,14 @@ def cpu_model() -> str:
 
 def numa_nodes() -> int:
     """The number of NUMA nodes, at least 1."""
-    return max(1, len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))))
+    return max(1, len(list(_NODES.glob("node[0-9]*"))))
+
+
+def node_memory() -> list[int]:
+    """Bytes of memory of each NUMA node that has some; [] if the system does not say."""
+    texts = map(_text, map(str, _NODES.glob("node[0-9]*/meminfo")))
+    found = (line.split()[-2] for text in texts for line in text.splitlines() if "MemTotal" in line)
+    return [int(each) << 10 for each in found if each != "0"]
 
 
 def memory() -> tuple[int, int]:

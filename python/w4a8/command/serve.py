@@ -21,11 +21,12 @@ from typing import Any
 import w4a8
 from w4a8.checkpoint.gguf_file import GGUFFile, is_gguf
 from w4a8.checkpoint.gguf_keys import Keys
-from w4a8.command import extras
+from w4a8.command import cuts, extras, machine
 from w4a8.command.doctor import VLLM, installed
 from w4a8.command.model import HELP, find, hub_name, short_name
 from w4a8.command.report import number
 from w4a8.core.json_fields import json_field, read_json
+from w4a8.core.words import gigabytes, plural
 from w4a8.formats.packed_directory import METHOD, is_packed
 from w4a8.formats.rules import config_in, method_of
 from w4a8.integrations.vllm import binding, settings
@@ -127,6 +128,7 @@ def command_of(args: argparse.Namespace, program: list[str], path: Path) -> tupl
     sizes = sizes_of(path)
     longest = args.max_model_len or min(_LONGEST, sizes["longest"] or _LONGEST)
     variables = variables_of(path, sizes, longest, args.rest, args.kv_cache)
+    _check_ranks(path, sizes, args.rest, int(variables.get(CACHE, os.environ.get(CACHE) or "0")))
     variables |= _preloaded()
     if args.lm_head is not None:
         variables[LM_HEAD_SWITCH] = args.lm_head
@@ -168,8 +170,35 @@ def variables_of(
 
 def _ranks(rest: Sequence[str]) -> int:
     """Processes of this machine that compute, by vLLM's arguments."""
-    tensor, stages, replicas = (_said(rest, f"{name}-parallel-size", "1", int, short) for name, short in _PARALLEL)
-    return tensor * stages * replicas // max(1, _said(rest, "nnodes", "1", int, "-n"))
+    return math.prod(_parallel(rest)) // max(1, _said(rest, "nnodes", "1", int, "-n"))
+
+
+def _parallel(rest: Sequence[str]) -> list[int]:
+    """Ranks with a part of each layer, stages, replicas."""
+    return [max(1, _said(rest, f"{name}-parallel-size", "1", int, short)) for name, short in _PARALLEL]
+
+
+def _check_ranks(path: Path, sizes: Mapping[str, Any], rest: Sequence[str], cache: int) -> None:
+    """Says what several ranks cannot do before anything is loaded. ``cache``: GiB of each rank.
+
+    Raises:
+        ValueError: heads, groups or blocks cannot be cut, or a NUMA node has not the memory for its ranks.
+    """
+    (tensor, stages, _), here, nodes = _parallel(rest), _ranks(rest), machine.node_memory()
+    whole_experts = bool({"--enable-expert-parallel", "--enable_expert_parallel", "-ep"} & {*rest})
+    problem = ""
+    if tensor > 1:
+        problem = cuts.heads_problem(sizes, tensor) or cuts.down_problem(path, tensor, whole_experts)
+    if problem:
+        raise ValueError(f"--tensor-parallel-size is {tensor}, but {problem}")
+    if here < 2 or not nodes or not (is_gguf(path) or _quantized(path)) or os.environ.get("W4A8_MEMORY") == "map":
+        return
+    files = GGUFFile(path).paths if is_gguf(path) else path.glob("*.safetensors")
+    weights = sum(file.stat().st_size for file in files) / tensor / stages
+    each = math.ceil(here / len(nodes))
+    if each * (weights + cache * 2**30) > min(nodes):
+        text = f"{plural(each, 'rank')} of {gigabytes(weights)} of weights and {cache} GiB of cache each"
+        raise ValueError(f"a NUMA node has {gigabytes(min(nodes))} of memory, but {text} would be there")
 
 
 def _preloaded() -> dict[str, str]:
@@ -267,7 +296,9 @@ def _quantized(folder: Path) -> bool:
 
 
 def sizes_of(path: Path) -> dict[str, Any]:
-    """``longest``: tokens of the model's context; and sizes of its cache, as :func:`cache_bytes` takes them."""
+    """``longest``: tokens of the model's context; ``queries``: heads of queries, the most of a layer; and sizes of its
+    cache, as :func:`cache_bytes` takes them.
+    """
     return _sizes_of_file(path) if is_gguf(path) else _sizes_of_config(read_json(path / "config.json"))
 
 
@@ -281,6 +312,7 @@ def _sizes_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "longest": size("max_position_embeddings"),
         "layers": size("num_hidden_layers"),
+        "queries": heads,
         "heads": size("num_key_value_heads") or heads,
         "head": size("head_dim") or ((size("hidden_size") or 0) // heads if heads else None),
         "latent": rank + rope if rank and rope else None,
@@ -298,6 +330,7 @@ def _sizes_of_file(path: Path) -> dict[str, Any]:
     return {
         "longest": keys.get("context_length"),
         "layers": keys.get("block_count"),
+        "queries": heads if isinstance(heads, int) else int(max(heads or [0])),
         "heads": kept,
         "head": head,
         "latent": rank + rope if rank and rope else None,

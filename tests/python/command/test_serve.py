@@ -112,11 +112,11 @@ def test_cpus_of_a_rank(cpus, threads_of_core, variables, reserved, tmp_path, st
     [
         (["0-7"], ["--tensor-parallel-size", "2"], "0-3|4-7"),
         (["0-7"], ["-tp", "2", "-pp=2"], "0-1|2-3|4-5|6-7"),
-        (["0-7"], ["--tensor_parallel_size=3"], "0-1|2-4|5-7"),
+        (["0-7"], ["--pipeline_parallel_size=3"], "0-1|2-4|5-7"),
         (["0-3,8-11", "4-7"], ["-tp", "2"], None),  # vLLM gives each rank a node
         (["0,2,4,6", "1,3,5,7"], ["-tp", "4"], "0,2|4,6|1,3|5,7"),
         (["0-7"], ["-tp", "2", "--nnodes", "2"], None),
-        (["0-7"], ["-tp", "9"], None),  # fewer cores: vLLM says so
+        (["0-7"], ["-pp", "9"], None),  # fewer cores: vLLM says so
         ([], ["-dp", "2"], "0-3|4-7"),
         (["0-7"], [], None),
         (["0-7"], ["-tp", "2", "--api-key", "", "2"], "0-3|4-7"),  # an empty word is no option
