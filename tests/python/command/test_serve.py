@@ -5,6 +5,7 @@ import math
 import os
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ import multiplied_out
 
 from w4a8.command import doctor, extras, inspect, main, model, serve
 from w4a8.command.model import short_name
-from w4a8.integrations.vllm import binding, settings
+from w4a8.integrations.vllm import binding, network, settings
 
 TOOL_WRITTEN = multiplied_out.TOOL_WRITTEN
 GIB = 2**30
@@ -39,7 +40,7 @@ def no_variables(monkeypatch):
 def started(monkeypatch):
     """What would take the place of the process: arguments, and variables of the environment."""
     found = []
-    monkeypatch.setattr(serve, "vllm_program", lambda: ["/bin/vllm", "serve"])
+    monkeypatch.setattr(serve, "vllm_program", lambda headless: ["/bin/vllm", "serve"])
     monkeypatch.setattr(os, "execve", lambda path, arguments, environment: found.append((arguments, environment)))
     return found
 
@@ -354,6 +355,41 @@ def test_a_short_name(tmp_path):
     assert short_name(str(tmp_path), tmp_path) == tmp_path.name
 
 
+def test_another_machine(tmp_path, started, capsys, monkeypatch):
+    """Which computes for the first one's server: there is nothing to ask here. Ranks meet on the way to that one."""
+    folder = str(write(tmp_path / "m", **QWEN))
+    rest = ["--pipeline-parallel-size", "2", "--nnodes=2", "--node-rank", "1", "--master-addr", "10.0.0.1"]
+    monkeypatch.setattr(network, "towards", lambda host: {network.ADDRESS: f"towards {host}"})
+    assert main(["serve", folder, *rest, "--headless"]) == 0
+    assert "curl" not in capsys.readouterr().out
+    assert main(["serve", folder, *rest]) == 0
+    assert "curl" in capsys.readouterr().out
+    assert [variables[network.ADDRESS] for _, variables in started] == ["towards 10.0.0.1"] * 2
+    assert [command[-1] for command, _ in started] == ["--headless", "10.0.0.1"]
+
+
+def test_the_way_to_another_machine(monkeypatch):
+    """Known of an interface's own address. Loopback's is no way."""
+    for name in (network.ADDRESS, network.INTERFACE):
+        monkeypatch.delenv(name, raising=False)
+    assert network.towards("127.0.0.1") == network.towards("no host") == network.towards("") == {}
+    monkeypatch.setattr(socket.socket, "getsockname", lambda probe: ("10.0.0.2", 1))
+    monkeypatch.setattr(network, "_address", lambda probe, name: "10.0.0.2" if name == "eth1" else None)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "eth1")])
+    assert network.towards("127.0.0.1") == {network.ADDRESS: "10.0.0.2", network.INTERFACE: "eth1"}
+    monkeypatch.setenv(network.INTERFACE, "eth0")
+    assert network.towards("127.0.0.1") == {network.ADDRESS: "10.0.0.2"}
+    monkeypatch.setattr(socket, "if_nameindex", list)
+    monkeypatch.delenv(network.INTERFACE)
+    assert network.towards("127.0.0.1") == {network.ADDRESS: "10.0.0.2"}
+
+
+def test_an_address_of_an_interface():
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        assert network._address(probe, "lo") == "127.0.0.1"
+        assert network._address(probe, "no such one") is None
+
+
 def test_dry_run(tmp_path, started, capsys):
     assert main(["serve", str(write(tmp_path / "m", **QWEN)), "--dry-run"]) == 0
     assert started == [] and "/bin/vllm serve" in capsys.readouterr().out
@@ -407,17 +443,18 @@ def test_which_vllm(monkeypatch, tmp_path):
     assert serve.vllm_program() == [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
     (folder / "entry.py").touch()
     assert serve.vllm_program() == [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model"]
+    assert serve.vllm_program(headless=True) == [sys.executable, "-m", "w4a8.integrations.vllm.command", "serve"]
     there["vllm"] = "0.32.0"
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     (tmp_path / "vllm").touch()
-    assert serve.vllm_program() == [str(tmp_path / "vllm"), "serve"]
+    assert serve.vllm_program() == serve.vllm_program(headless=True) == [str(tmp_path / "vllm"), "serve"]
     there.clear()
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     assert serve.vllm_program() is None
 
 
 def test_without_vllm(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(serve, "vllm_program", lambda: None)
+    monkeypatch.setattr(serve, "vllm_program", lambda headless: None)
     assert main(["serve", str(write(tmp_path / "m", **QWEN))]) == 1
     assert capsys.readouterr().err == f"w4a8: vLLM is not installed here: {extras.VLLM}\n"
 

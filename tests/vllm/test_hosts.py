@@ -1,0 +1,162 @@
+"""Two machines: two namespaces of network, processes and shared memory, with the commands of docs/several_ranks.md."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, contextmanager
+
+import pytest
+from conftest import DEFAULT_HEAD, Job, environment, run_engines
+from example import CHECKPOINT, PROMPTS, check_greedy, demo_model, with_tokenizer
+
+ADDRESSES = ("10.67.0.1", "10.67.0.2")
+TOKENS = 16
+TIE = 0.1  # as in test_example.py: float32, and sums of two parts in another order
+NOTICED = 60  # seconds within which a machine ends after the other one
+
+ASK = """
+import json, sys, urllib.request
+url, question = json.loads(sys.argv[1])
+body = None if question is None else json.dumps(question).encode()
+request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+print(urllib.request.urlopen(request, timeout=240).read().decode())
+"""
+
+
+def run(command):
+    subprocess.run(command.split(), check=True, capture_output=True, text=True, timeout=60)
+
+
+class Host:
+    """A namespace of network; in it a server's process has one of processes, and shared memory of its own."""
+
+    def __init__(self, number, folder):
+        self.number, self.name = number, f"w4a8-{os.getpid()}-{number}"
+        self.folder = folder / f"host{number}"
+        self.process = None
+
+    @property
+    def log(self):
+        return (self.folder / "log.txt").read_text()
+
+    def start(self, model, options):
+        """As the document says, but for the model's name and what makes the test small."""
+        memory = self.folder / "shm"
+        shutil.rmtree(self.folder, ignore_errors=True)
+        memory.mkdir(parents=True)
+        options = [*options, "--nnodes", "2", "--master-addr", ADDRESSES[0], "--node-rank", str(self.number)]
+        options += ["--headless"] if self.number else []
+        command = [sys.executable, "-m", "w4a8", "serve", str(model), *options]
+        shell = f'mount --bind {memory} /dev/shm && exec "$@"'
+        namespaces = f"nsenter --net=/run/netns/{self.name} unshare --pid --fork --kill-child --mount-proc --ipc"
+        variables = environment(VLLM_CPU_OMP_THREADS_BIND=str(self.number % os.cpu_count()))
+        with open(self.folder / "log.txt", "w") as log:
+            self.process = subprocess.Popen(
+                [*namespaces.split(), "sh", "-c", shell, "sh", *command],
+                stdout=log, stderr=subprocess.STDOUT, env=variables, cwd=self.folder, start_new_session=True,
+            )  # fmt: skip
+
+    def kill(self):
+        """All processes at once, as kill -9 does: with the first one of a namespace the others are killed."""
+        if self.process is not None and self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(60)
+
+    def shared_memory(self):
+        return sorted(os.listdir(self.folder / "shm"))
+
+    def ask(self, path, question=None):
+        """The answer of the server here; None: there is none, or another status than 200."""
+        asked = json.dumps([f"http://127.0.0.1:8000{path}", question])
+        command = ["nsenter", f"--net=/run/netns/{self.name}", sys.executable, "-I", "-c", ASK, asked]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        return found.stdout if found.returncode == 0 else None
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    both = [Host(number, tmp_path_factory.mktemp("hosts")) for number in range(2)]
+    with ExitStack() as stack:
+        try:
+            for host in both:
+                run(f"ip netns add {host.name}")
+                stack.callback(run, f"ip netns del {host.name}")
+            run(f"ip link add w0 netns {both[0].name} type veth peer name w1 netns {both[1].name}")
+            for host, address in zip(both, ADDRESSES):
+                link = f"w{host.number}"
+                for command in (f"addr add {address}/24 dev {link}", f"link set {link} up", "link set lo up"):
+                    run(f"ip -n {host.name} {command}")
+            run("unshare --pid --fork --mount-proc --ipc true")
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"namespaces of network and processes: {getattr(error, 'stderr', None) or error}")
+        for host in both:
+            stack.callback(host.kill)
+        yield both
+
+
+@contextmanager
+def serving(hosts, model, *options):
+    """Until both hosts have ended."""
+    options = ["--dtype", "float32", "--max-model-len", "256", "--served-model-name", "tiny", *options]
+    for host in hosts:
+        host.start(model, options)
+    try:
+        deadline = time.monotonic() + 600
+        while hosts[0].ask("/health") is None:
+            for host in hosts:
+                assert host.process.poll() is None, host.log[-6000:]
+            assert time.monotonic() < deadline, hosts[0].log[-4000:] + hosts[1].log[-4000:]
+            time.sleep(0.5)
+        yield
+    finally:
+        for host in hosts:
+            host.kill()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return with_tokenizer(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def complete(host, prompt):
+    """Text, and the log-probabilities of its tokens."""
+    question = {"model": "tiny", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+    answer = host.ask("/v1/completions", {**question, "logprobs": 1})
+    assert answer is not None, host.log[-4000:]
+    choice = json.loads(answer)["choices"][0]
+    return choice["text"], choice["logprobs"]["token_logprobs"]
+
+
+def in_time(host):
+    """Waits for the end of a host's process."""
+    try:
+        host.process.wait(NOTICED)
+    except subprocess.TimeoutExpired:
+        pytest.fail(f"still there after {NOTICED} s:\n{host.log[-4000:]}")
+
+
+def test_two_stages_have_the_bits_of_one(hosts, model, tmp_path):
+    prompts = [list(prompt.encode()) for prompt in PROMPTS]
+    job = Job(CHECKPOINT, {"dtype": "float32"}, prompts, TOKENS, prompt_logprobs=False, environment=DEFAULT_HEAD)
+    (expected,), _ = run_engines([job], tmp_path / "one", 900, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    with serving(hosts, model, "--pipeline-parallel-size", "2"):
+        for prompt, tokens, rows in zip(PROMPTS, expected["outputs"], expected["logprobs"]):
+            text, chances = complete(hosts[0], prompt)
+            assert list(text.encode()) == tokens
+            assert chances == [row[token].item() for row, token in zip(rows, tokens)]
+        for host in hosts:
+            assert "layers run in one call" in host.log
+
+
+def test_cut_layers(hosts, model):
+    with serving(hosts, model, "--tensor-parallel-size", "2"):
+        reference = demo_model()
+        for prompt in PROMPTS:
+            text, _ = complete(hosts[0], prompt)
+            check_greedy(reference, prompt, list(text.encode()), TIE)
+        for host in hosts:
+            assert "w4a8: layers run one by one: the ranks share no memory: " in host.log
