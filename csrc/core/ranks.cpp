@@ -49,11 +49,12 @@ void for_parts(Team& team, int64_t count, Function function) {
 
 int64_t Ranks::bytes(int ranks) { return kHeader + 2 * ranks * kFloats * int64_t{sizeof(float)}; }
 
-Ranks::Ranks(uint8_t* memory, int rank, int ranks, std::chrono::milliseconds timeout)
+Ranks::Ranks(uint8_t* memory, int rank, int ranks, std::chrono::milliseconds timeout, Exchange exchange)
     : memory_(memory),
       rank_(rank),
       ranks_(ranks),
       timeout_(timeout),
+      exchange_(exchange),
       sums_(told(rank).sums.load()),
       processes_(static_cast<std::size_t>(ranks), -1) {
   told(rank).process.store(static_cast<int32_t>(getpid()));
@@ -75,9 +76,14 @@ void Ranks::sum_some(Team& team, float* x, int64_t count) {
   ++sums_;
   float* const own = place(sums_, rank_);
   for_parts(team, count, [&](int64_t begin, int64_t end) { std::copy(x + begin, x + end, own + begin); });
-  tell();
-  for (int r = 0; r < ranks_; ++r) {
-    if (r != rank_) await(r);
+  if (exchange_ == nullptr) {
+    tell();
+    for (int r = 0; r < ranks_; ++r) {
+      if (r != rank_) await(r);
+    }
+  } else if (exchange_(reinterpret_cast<uint8_t*>(place(sums_, 0)) - memory_, kFloats * int64_t{sizeof(float)},
+                       count) != 0) {
+    fail(rank_, "has not exchanged its part for those of the others");
   }
   for_parts(team, count, [&](int64_t begin, int64_t end) {
     const float* const first = place(sums_, 0);

@@ -1,4 +1,5 @@
-// Sums of rows across processes ("ranks") that share memory. Each rank multiplies with its part of a matrix.
+// Sums of rows across processes ("ranks"), which share memory or send their parts. Each rank multiplies with its part
+// of a matrix.
 #pragma once
 
 #include <atomic>
@@ -11,17 +12,20 @@
 
 namespace w4a8 {
 
-/// One rank's view of the memory that all ranks of a model share. Every rank makes the same sums in the same order.
+/// One rank's view of the parts that all ranks of a model add. Every rank makes the same sums in the same order.
 class Ranks {
  public:
   static constexpr int kMost = 64;
   /// Bytes of the memory, which begins with zeros and at a multiple of 64.
   static int64_t bytes(int ranks);
+  /// Sends this rank's part of a sum to the others and receives theirs: `count` floats of rank r are at byte
+  /// `first + r * stride` of the memory. Returns 0, or another number if that failed.
+  using Exchange = int32_t (*)(int64_t first, int64_t stride, int64_t count);
 
   /// memory: of `bytes(ranks)` bytes, which outlives this. rank: 0..ranks - 1. A rank that takes the place of an
   /// earlier one of the same number, between sums, goes on where that one was. timeout: how long to wait for another
-  /// rank.
-  Ranks(uint8_t* memory, int rank, int ranks, std::chrono::milliseconds timeout);
+  /// rank. exchange: null where all ranks share the memory; else this rank has it alone, and no timeout.
+  Ranks(uint8_t* memory, int rank, int ranks, std::chrono::milliseconds timeout, Exchange exchange = nullptr);
   ~Ranks();
   Ranks(const Ranks&) = delete;
   Ranks& operator=(const Ranks&) = delete;
@@ -60,6 +64,7 @@ class Ranks {
   int rank_;
   int ranks_;
   std::chrono::milliseconds timeout_;
+  Exchange exchange_;
   uint32_t sums_;
   std::vector<int> processes_;  // file descriptors that tell whether a rank's process runs; -1: none yet
 };

@@ -344,7 +344,9 @@ int64_t decoder_ranks_bytes(int64_t ranks) {
   return Ranks::bytes(static_cast<int>(ranks));
 }
 
-void decoder_set_ranks_cpu(const Tensor& decoder, const Tensor& memory, int64_t rank, int64_t ranks, double timeout) {
+// exchange: the address of a `Ranks::Exchange`, or 0.
+void decoder_set_ranks_cpu(const Tensor& decoder, const Tensor& memory, int64_t rank, int64_t ranks, double timeout,
+                           int64_t exchange) {
   const DecoderUse found(decoder);
   check_cpu({{"memory", memory}});
   const int64_t bytes = decoder_ranks_bytes(ranks);
@@ -366,7 +368,8 @@ void decoder_set_ranks_cpu(const Tensor& decoder, const Tensor& memory, int64_t 
   }
   auto* const shared = static_cast<uint8_t*>(output_data(found->keep("memory", memory)));
   found->ranks = std::make_unique<Ranks>(shared, static_cast<int>(rank), static_cast<int>(ranks),
-                                         std::chrono::milliseconds(static_cast<int64_t>(timeout * 1000)));
+                                         std::chrono::milliseconds(static_cast<int64_t>(timeout * 1000)),
+                                         reinterpret_cast<Ranks::Exchange>(static_cast<uintptr_t>(exchange)));
   found->plan.ranks = found->ranks.get();
 }
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -68,6 +69,7 @@ class Decoder:
             )
         self._end = weakref.finalize(self, torch.ops.w4a8.decoder_destroy, self._number)
         self.hidden_size = hidden_size
+        self._failures: list[BaseException] = []  # of ``gather``
 
     def add_layer(
         self,
@@ -182,7 +184,14 @@ class Decoder:
         """Bytes that so many ranks share; raises RuntimeError if a decoder cannot have so many."""
         return torch.ops.w4a8.decoder_ranks_bytes(ranks)
 
-    def set_ranks(self, memory: torch.Tensor, rank: int, ranks: int, timeout: float = 60.0) -> None:
+    def set_ranks(
+        self,
+        memory: torch.Tensor,
+        rank: int,
+        ranks: int,
+        timeout: float = 60.0,
+        gather: Callable[[list[torch.Tensor]], None] | None = None,
+    ) -> None:
         """Makes the decoder one of several, each in a process of its own with a part of the same model.
 
         A rank has a part of the heads, of the columns of gate and up and rows of down, or of the experts
@@ -191,16 +200,24 @@ class Decoder:
         one rank alone. Call this behind the last layer.
 
         Args:
-            memory: uint8, :meth:`ranks_bytes` zeros that the processes share.
+            memory: uint8, :meth:`ranks_bytes` zeros that the processes share; with ``gather`` each has its own.
             rank: 0..ranks - 1.
             ranks: number of processes, at least 2.
-            timeout: seconds that a step waits for another rank.
+            timeout: seconds that a step waits for another rank. With ``gather`` that one's affair.
+            gather: called for each sum, with the parts of all ranks, float32 [n] each, of which it sends this rank's
+                to the others and fills theirs. What it raises is the cause of the step's error.
 
         Raises:
             RuntimeError: an argument does not fit, or the decoder has norms of all heads at once that are layer norms
                 or come behind a bias or the rotation. A step raises it if another rank has ended or does not come.
         """
-        torch.ops.w4a8.decoder_set_ranks(self._number, memory, rank=rank, ranks=ranks, timeout=timeout)
+        exchange = 0
+        if gather is not None:
+            self._exchange = _exchange_by(gather, memory, ranks, self._failures)
+            exchange = ctypes.cast(self._exchange, ctypes.c_void_p).value
+        torch.ops.w4a8.decoder_set_ranks(
+            self._number, memory, rank=rank, ranks=ranks, timeout=timeout, exchange=exchange
+        )
 
     def step(
         self,
@@ -244,10 +261,35 @@ class Decoder:
         pages, *lengths = tables
         pages = [pages] if isinstance(pages, torch.Tensor) else pages
         states = states or States([], [], [], None)
-        return torch.ops.w4a8.decoder_step(
-            self._number, hidden, positions, caches, pages, *lengths, ropes, *states, rows, normed, threads,
-            layer_inputs, dtype,
-        )  # fmt: skip
+        try:
+            return torch.ops.w4a8.decoder_step(
+                self._number, hidden, positions, caches, pages, *lengths, ropes, *states, rows, normed, threads,
+                layer_inputs, dtype,
+            )  # fmt: skip
+        except RuntimeError as error:
+            if self._failures:
+                raise error from self._failures.pop()
+            raise
+
+
+_Exchange = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+
+
+def _exchange_by(
+    gather: Callable[[list[torch.Tensor]], None], memory: torch.Tensor, ranks: int, failures: list[BaseException]
+) -> Any:
+    """``gather`` as the operators call it, ``Ranks::Exchange``; what it raises goes to ``failures``."""
+
+    def exchange(first: int, stride: int, count: int) -> int:
+        try:
+            parts = [memory[at : at + 4 * count] for at in range(first, first + ranks * stride, stride)]
+            gather([part.view(torch.float32) for part in parts])
+        except BaseException as error:  # it cannot go through the operator
+            failures.append(error)
+            return 1
+        return 0
+
+    return _Exchange(exchange)
 
 
 class StepThreads:

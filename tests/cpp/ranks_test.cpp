@@ -6,8 +6,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <csignal>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -99,6 +101,38 @@ TEST(RanksTest, ARankGoesOnWhereTheOneBeforeWas) {
   });
 }
 
+// Two threads in place of ranks that share no memory, and of the network between them.
+struct Network {
+  Shared memories[2] = {Shared(2), Shared(2)};
+  std::atomic<int> come{0};
+};
+Network* network;
+thread_local int rank_of_thread;
+
+int32_t exchange(int64_t first, int64_t stride, int64_t count) {
+  const int before = network->come++;
+  while (network->come < before / 2 * 2 + 2) std::this_thread::yield();
+  const int64_t at = first + (1 - rank_of_thread) * stride;
+  std::memcpy(network->memories[rank_of_thread].data() + at, network->memories[1 - rank_of_thread].data() + at,
+              static_cast<std::size_t>(count) * sizeof(float));
+  return 0;
+}
+
+TEST(RanksTest, MemoriesOfTheirOwn) {
+  Network both;
+  network = &both;
+  in_each(2, 2, [&](int rank, Team& team) {
+    rank_of_thread = rank;
+    Ranks own(both.memories[rank].data(), rank, 2, milliseconds(1), exchange);
+    for (const int count : {1, 2048, 100'003, (1 << 19) + 5, 7}) {
+      std::vector<float> x(static_cast<std::size_t>(count));
+      for (std::size_t i = 0; i < x.size(); ++i) x[i] = value(rank, count, i);
+      own.sum(team, x.data(), count);
+      for (std::size_t i = 0; i < x.size(); ++i) ASSERT_EQ(x[i], value(0, count, i) + value(1, count, i)) << i;
+    }
+  });
+}
+
 std::string failure(Ranks& ranks, Team& team) {
   float x = 1.0f;
   try {
@@ -119,6 +153,15 @@ TEST(RanksTest, AnotherRankThatDoesNotComeOrFails) {
   Ranks second(memory.data(), 1, 2, milliseconds(60'000));
   EXPECT_EQ(failure(second, team), "no error");  // the first one's part was there
   EXPECT_EQ(failure(second, team), "rank 0 of 2 (process " + process + ") has failed, in a sum of all ranks");
+}
+
+TEST(RanksTest, AnExchangeThatFails) {
+  const Shared memory(2);
+  Team team(1);
+  Ranks own(memory.data(), 1, 2, milliseconds(60), [](int64_t, int64_t, int64_t) { return int32_t{1}; });
+  const std::string name = "rank 1 of 2 (process " + std::to_string(getpid()) + ") ";
+  EXPECT_EQ(failure(own, team), name + "has not exchanged its part for those of the others, in a sum of all ranks");
+  EXPECT_EQ(failure(own, team), name + "has failed before, in a sum of all ranks");
 }
 
 TEST(RanksTest, AProcessThatIsKilled) {

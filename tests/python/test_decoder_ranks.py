@@ -114,6 +114,41 @@ def test_ranks_with_whole_experts(count, tokens):
     assert all(torch.equal(each, rows[0]) for each in rows)
 
 
+def gather_by(together, rank):
+    """In place of a network."""
+
+    def gather(parts):
+        together.parts[rank] = parts[rank].clone()
+        together.barrier.wait()
+        for part, sent in zip(parts, together.parts):
+            part.copy_(sent)
+        together.barrier.wait()
+
+    return gather
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("tokens", [1, 37])
+def test_ranks_without_shared_memory(count, tokens):
+    models = make_ranks(count, experts=5, shared="gated")
+    for rank, model in enumerate(models):
+        model.decoder.set_ranks(shared(count), rank, count, gather=gather_by(models[0].together, rank))
+    check(models, tokens)
+
+
+def test_parts_that_cannot_be_sent():
+    def gather(parts):
+        raise ConnectionError("no way")
+
+    model = make_ranks(2)[0]
+    model.decoder.set_ranks(shared(2), 0, 2, gather=gather)
+    with pytest.raises(RuntimeError, match=r"rank 0 of 2 \(process \d+\) has not exchanged its part") as caught:
+        model.step(torch.randn(1, HIDDEN), [1], [1])
+    assert repr(caught.value.__cause__) == "ConnectionError('no way')"
+    with pytest.raises(RuntimeError, match="has failed before"):
+        model.step(torch.randn(1, HIDDEN), [1], [1])
+
+
 def test_rows_of_several_sums():
     """More than the ranks share at once: 2^18 numbers."""
     models = make_ranks(2, layers=1)

@@ -159,4 +159,5 @@ def test_cut_layers(hosts, model):
             text, _ = complete(hosts[0], prompt)
             check_greedy(reference, prompt, list(text.encode()), TIE)
         for host in hosts:
-            assert "w4a8: layers run one by one: the ranks share no memory: " in host.log
+            assert "w4a8: ranks add by vLLM's group: the ranks share no memory: " in host.log
+            assert "layers run in one call" in host.log

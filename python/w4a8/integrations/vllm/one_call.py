@@ -174,7 +174,7 @@ class OneCall:
         self._head_layer, self._head = head if keeps_head else None, None
         # Of a model with pictures, and without the output layer in the call, torch has all threads between the steps.
         self._threads = StepThreads()
-        self._shared: torch.Tensor | None = None  # by the ranks
+        self._sums: tuple[torch.Tensor, Callable[[list[torch.Tensor]], None] | None] | None = None  # of all ranks
         self._kept: list[torch.Tensor] = []  # caches in vLLM's form
         self._caches: list[torch.Tensor] = []  # the same in the operator's form
         self.read()
@@ -220,8 +220,7 @@ class OneCall:
         if self.family.is_latent:
             for each, made in zip(self.attentions, fields):
                 share_latents(each, made.layer)
-        if self._shared is not None:
-            decoder.set_ranks(self._shared, ranks.own(), ranks.count())
+        self._set_ranks(decoder)
         self.decoder, self.ropes, self._is_stale = decoder, ropes.tables, False
         self._has_inputs = any(made.layer_input for made in fields)
         if self._has_inputs and not (self._is_first and self._is_last):
@@ -231,14 +230,17 @@ class OneCall:
         """Lets ranks add what each of them makes of its part; returns why this one cannot. Every rank calls this."""
         if ranks.count() == 1:
             return None
-        problem = None
         try:
-            self._shared, problem = ranks.share_memory(Decoder.ranks_bytes(ranks.count()))
-            if self._shared is not None:
-                self.decoder.set_ranks(self._shared, ranks.own(), ranks.count())
+            self._sums = ranks.share_memory(Decoder.ranks_bytes(ranks.count()))
+            self._set_ranks(self.decoder)
         except RuntimeError as error:
-            problem = str(error)
-        return problem
+            return str(error)
+        return None
+
+    def _set_ranks(self, decoder: Decoder) -> None:
+        if self._sums is not None:
+            memory, gather = self._sums
+            decoder.set_ranks(memory, ranks.own(), ranks.count(), gather=gather)
 
     def take_over(self) -> None:
         """Replaces the forward of the model's layers. Weights that are loaded later are read before the next step."""

@@ -1,17 +1,23 @@
 """Several ranks of one model that run their layers in one call each (tensor, expert and pipeline parallelism).
 
 Ranks with a part of each layer share memory for the sums of a step. Linux frees it with the last of the processes, also
-if they are killed.
+if they are killed. Ranks that share none, as on several machines, send each other their parts by vLLM's group.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 from vllm.distributed import get_pp_group, get_tp_group
+
+from w4a8.integrations.vllm.log import logger
+
+_TIMEOUT = timedelta(seconds=60)  # as of Decoder.set_ranks
 
 
 def count() -> int:
@@ -47,8 +53,8 @@ def is_last_stage() -> bool:
     return get_pp_group().is_last_rank
 
 
-def share_memory(size: int) -> tuple[torch.Tensor | None, str | None]:
-    """Zeros, uint8 [size], that all ranks have, or why there are none. Every rank calls this."""
+def share_memory(size: int) -> tuple[torch.Tensor, Callable[[list[torch.Tensor]], None] | None]:
+    """``memory`` and ``gather`` of :meth:`w4a8.decoder.Decoder.set_ranks`. Every rank calls this."""
     group = get_tp_group()
     place: list[Any] = [None]
     file, memory, problem = -1, None, None
@@ -70,7 +76,21 @@ def share_memory(size: int) -> tuple[torch.Tensor | None, str | None]:
     finally:
         if file >= 0:
             os.close(file)
-    return (memory, None) if problem is None else (None, problem)
+    if memory is not None and problem is None:
+        return memory, None
+    logger().info("w4a8: ranks add by vLLM's group: %s", problem)
+    return torch.zeros(size, dtype=torch.uint8), _gather
+
+
+def _gather(parts: list[torch.Tensor]) -> None:
+    """Gets the part of each rank.
+
+    Raises:
+        RuntimeError: a rank has ended, or does not come in time.
+    """
+    group = get_tp_group()
+    own = parts[group.rank_in_group]
+    torch.distributed.all_gather(parts, own, group=group.cpu_group, async_op=True).wait(_TIMEOUT)
 
 
 def _identity(file: int) -> tuple[str, int, int]:
