@@ -1,11 +1,13 @@
-"""Servers of vLLM on loopback."""
+"""Servers of vLLM on loopback, and the processes that belong to them."""
 
+import os
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
+from pathlib import Path
 
 from conftest import environment, free_port
 
@@ -40,3 +42,25 @@ def serving(command, model, log_path, *options, **variables):
                 process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def processes_of(session: int) -> list[Path]:
+    """The folders in /proc of a session's processes that have not ended."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, _, of_session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
+        except OSError:  # it ended meanwhile
+            continue
+        if int(of_session) == session and state != "Z":
+            found.append(folder)
+    return found
+
+
+def shared_files(processes: list[Path]) -> set[str]:
+    """The files in /dev/shm that processes map or have opened."""
+    found = set()
+    for folder in processes:
+        found |= {line.split()[-1] for line in (folder / "maps").read_text().splitlines() if " /dev/shm/" in line}
+        found |= {os.readlink(each) for each in (folder / "fd").iterdir()}
+    return {name for name in found if name.startswith("/dev/shm/") and os.path.exists(name)}

@@ -1,8 +1,11 @@
-"""Servers of several processes that compute: replicas."""
+"""Servers of several processes that compute: replicas, and ranks of which one is killed."""
 
 import json
+import os
 import pickle
 import re
+import signal
+import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -10,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import DEFAULT_HEAD, Job, run_engines
 from example import CHECKPOINT, PROMPTS, TOKENS, with_tokenizer
-from server import SERVE, serving
+from server import SERVE, processes_of, serving, shared_files
 from vllm.config import ModelConfig
 
 from w4a8.command import main
@@ -70,3 +73,23 @@ def test_replicas_answer_as_one_engine(tmp_path):
     said = log.read_text()
     assert "w4a8: each of 2 replicas holds all experts, and computes alone" in said
     assert len(re.findall(r"w4a8: all \d+ layers run in one call", said)) == 2
+
+
+def test_a_killed_rank_ends_the_server(tmp_path):
+    """In the middle of an answer. Before that, answers are those of the server asked alone."""
+    log = tmp_path / "serve.log"
+    with serving(SERVE, with_tokenizer(tmp_path / "model"), log, "--tensor-parallel-size", "2") as (address, process):
+        (rank,) = re.findall(r"pid=(\d+)\).* w4a8: rank 1 computes on CPUs", log.read_text())
+        assert main(["verify-server", f"{address}/v1", "--requests", "60", "--prompts", "6"]) == 0
+        shared = shared_files(processes_of(process.pid))
+        assert f"/proc/{rank}" in map(str, processes_of(process.pid))
+        with ask(address, PROMPTS[0], 450, stream=True) as answer:
+            assert answer.readline().startswith(b"data: ")
+            os.kill(int(rank), signal.SIGKILL)
+            killed = time.monotonic()
+            process.wait(60)
+        while processes_of(process.pid) and time.monotonic() < killed + 60:
+            time.sleep(0.1)
+    assert not processes_of(process.pid)
+    assert not [name for name in shared if os.path.exists(name)]
+    assert "Worker proc VllmWorker-1 died unexpectedly" in log.read_text()
