@@ -2,29 +2,19 @@
 
 #include <algorithm>
 
-#include "core/decoder/buffers.h"
-#include "core/decoder/latent.h"
+#include "core/decoder/latent_attention.h"
 #include "core/decoder/norms.h"
 #include "core/decoder/rows.h"
+#include "core/decoder/step_work.h"
 #include "core/moe/fused_moe.h"
-#include "core/split.h"
 #include "kernels/linear_attention/linear_attention.h"
 
 namespace w4a8 {
 namespace {
 
-class Step {
+class Step : private StepWork {
  public:
-  Step(const Kernel& kernel, Team& team, Workspace& workspace, const DecoderPlan& plan, const StepArgs& args,
-       const Buffers& buffers, const std::vector<SequenceRun>& runs)
-      : kernel_(kernel),
-        team_(team),
-        workspace_(workspace),
-        plan_(plan),
-        args_(args),
-        b_(buffers),
-        runs_(runs),
-        m_(args.tokens) {}
+  Step(const StepWork& work, const std::vector<SequenceRun>& runs) : StepWork(work), runs_(runs) {}
 
   void run() {
     const PagedCache* cache = args_.caches;
@@ -41,7 +31,8 @@ class Step {
         }
         if (layer.attends()) {
           if (layer.attention.latent) {
-            latent_attention(layer.attention, *cache++);
+            latent_attention(*this, layer.attention, *cache++, runs_);
+            project(layer.attention, b_.values);
           } else {
             attention(layer.attention, *cache++);
           }
@@ -71,21 +62,6 @@ class Step {
   }
 
  private:
-  // A function of each row; of few rows by the caller alone.
-  template <class Function>
-  void for_rows(int64_t rows, Function function) {
-    if (rows <= kFewRows) {
-      for (int64_t r = 0; r < rows; ++r) function(r);
-      return;
-    }
-    constexpr int64_t kRowsOfTask = 4;
-    const auto task = [&](int64_t, int64_t t, int) {
-      for (int64_t r = t * kRowsOfTask; r < std::min(rows, (t + 1) * kRowsOfTask); ++r) function(r);
-    };
-    const Phase phases[] = {{ceil_div(rows, kRowsOfTask), task, 0, true}};
-    run_phases(team_, team_.threads(), phases);
-  }
-
   void norm(const NormPlan& norm, const float* x, float* out) {
     const int64_t n = plan_.hidden;
     for_rows(m_, [&](int64_t r) { norm_row(norm, n, x + r * n, out + r * n); });
@@ -190,136 +166,11 @@ class Step {
     multiply(up, b_.row_low, m_, out);
   }
 
-  // out[m, matrix.n] = x[m, k] times a matrix of floats.
-  void multiply_floats(const FloatMatrix& matrix, const float* x, int64_t k, float* out) {
-    multiply_rows({x, k, m_, matrix.rows, matrix.type, matrix.n, k, out, matrix.n}, 1, 0, 0);
-  }
-
-  // `heads` products of floats, of which `tile` is the first. The next begins x_step and out_step elements behind; its
-  // weights follow.
-  void multiply_rows(const DotTile& tile, int64_t heads, int64_t x_step, int64_t out_step) {
-    constexpr int64_t kTokens = 32;  // whose rows stay in a second-level cache
-    const int64_t outputs = tile.rows <= kFewRows ? 16 : 64;
-    const int64_t bands = ceil_div(tile.rows, kTokens);
-    const int64_t parts = ceil_div(tile.outputs, outputs);
-    const auto task = [&](int64_t, int64_t t, int) {
-      const int64_t h = t / (bands * parts);
-      const Range rows = share(tile.rows, bands, t / parts % bands);
-      const Range range = share(tile.outputs, parts, t % parts);
-      DotTile part = tile;
-      part.x += h * x_step + rows.begin * tile.x_stride;
-      part.rows = rows.size();
-      part.weights = static_cast<const uint8_t*>(tile.weights) +
-                     (h * tile.outputs + range.begin) * tile.n * dtype_bytes(tile.dtype);
-      part.outputs = range.size();
-      part.out += h * out_step + rows.begin * tile.out_stride + range.begin;
-      kernel_.dot_rows(part);
-    };
-    const Phase phases[] = {{heads * bands * parts, task, 0, true}};
-    run_phases(team_, team_.threads(), phases);
-  }
-
-  // Softmax of the queries over the cache, times values: out.
-  void look_up(const AttentionPlan& plan, const PagedCache& cache, FloatRows q, int64_t head_stride, float* out) {
-    const Queries queries = {q.data,     q.stride,      head_stride, plan.heads, DType::kFloat32,
-                             plan.scale, plan.soft_cap, plan.window, true,       plan.sinks};
-    attend(kernel_, team_, workspace_, cache, queries, out);
-  }
-
   // The output projection of attention: y.
   void project(const AttentionPlan& plan, const float* values) {
     plan.out.multiply(kernel_, team_, workspace_, values, m_, b_.y);
     if (plan.out_bias == nullptr) return;
     for_rows(m_, [&](int64_t r) { add_scaled(plan.out_bias, 1.0f, plan_.hidden, b_.y + r * plan_.hidden); });
-  }
-
-  void latent_attention(const AttentionPlan& plan, const PagedCache& cache) {
-    const LatentPlan& latent = plan.latent;
-    plan.qkv.multiply(kernel_, team_, workspace_, b_.normed, m_, b_.qkv);
-    FloatRows q = plan.qkv.columns(b_.qkv, m_, 0);
-    const int64_t q_columns = latent.q_up ? latent.q_up.k() : plan.q_size();
-    const FloatRows k = plan.qkv.columns(b_.qkv, m_, q_columns);
-    for_rows(m_, [&](int64_t r) {
-      if (latent.q_up) norm_row(plan.q_norm, q_columns, q.row(r), b_.row_low + r * q_columns);
-      norm_row(plan.k_norm, latent.rank, k.row(r), k.row(r));
-      turn(plan, r, k.row(r) + latent.rank);
-    });
-    if (latent.q_up) {
-      q = {b_.q, plan.q_size()};
-      latent.q_up.multiply(kernel_, team_, workspace_, b_.row_low, m_, b_.q);
-    }
-    const NewTokens tokens = {k.data, k.data, k.stride, plan.head_size, k.stride, plan.head_size, DType::kFloat32};
-    write_cache(kernel_, team_, cache, tokens, 0);
-    for_rows(m_, [&](int64_t r) {
-      for (int64_t h = 0; h < plan.heads; ++h) turn(plan, r, q.row(r) + h * plan.q_stride() + latent.nope);
-    });
-    for (const SequenceRun& run : runs_) {
-      const FloatRows of_run = {q.row(run.row), q.stride};
-      float* const values = b_.values + run.row * plan.out_size();
-      if (run.begins && latent.kv_up) {
-        attend_by_heads(plan, run, of_run, {k.row(run.row), k.stride}, values);
-      } else {
-        attend_latents(plan, run, run.part_of(cache), of_run, values);
-      }
-    }
-    project(plan, b_.values);
-  }
-
-  // Attention of a run over the cache of latent rows: values [tokens, heads, value_size].
-  void attend_latents(const AttentionPlan& plan, const SequenceRun& run, const PagedCache& cache, FloatRows q,
-                      float* values) {
-    const LatentPlan& latent = plan.latent;
-    const int64_t rows = run.rows();
-    const FloatRows queries = {b_.latent, plan.heads * plan.head_size};
-    for_rows(rows, [&](int64_t r) {
-      for (int64_t h = 0; h < plan.heads; ++h) {
-        std::copy_n(q.row(r) + h * plan.q_stride() + latent.nope, plan.turned_size(),
-                    queries.row(r) + h * plan.head_size + latent.rank);
-      }
-    });
-    multiply_heads(rows, plan.heads, {q, plan.q_stride(), latent.nope}, latent.k_up, latent.type,
-                   {queries, plan.head_size, latent.rank});
-    look_up(plan, cache, queries, plan.head_size, b_.attended);
-    multiply_heads(rows, plan.heads, {{b_.attended, plan.heads * latent.rank}, latent.rank, latent.rank}, latent.v_up,
-                   latent.type, {{values, plan.out_size()}, latent.value_size, latent.value_size});
-  }
-
-  // The same of a run whose sequences begin here, over keys and values of each head.
-  void attend_by_heads(const AttentionPlan& plan, const SequenceRun& run, FloatRows q, FloatRows latents,
-                       float* values) {
-    const LatentPlan& latent = plan.latent;
-    const int64_t rows = run.rows();
-    const int64_t n = plan.heads * latent.kv_stride();
-    for_rows(rows, [&](int64_t r) { std::copy_n(latents.row(r), latent.rank, b_.low + r * latent.rank); });
-    multiply(latent.kv_up, b_.low, rows, b_.kv);
-    const int64_t size = plan.q_stride();
-    for_rows(rows, [&](int64_t r) {
-      for (int64_t h = 0; h < plan.heads; ++h) {
-        float* const key = b_.keys + (r * plan.heads + h) * size;
-        std::copy_n(b_.kv + r * n + h * latent.kv_stride(), latent.nope, key);
-        std::copy_n(latents.row(r) + latent.rank, plan.turned_size(), key + latent.nope);
-      }
-    });
-    const OwnCache own(run, plan.heads_shape(), plan.heads, b_.pages);
-    const NewTokens tokens = {b_.keys, b_.kv + latent.nope, plan.heads * size, size,
-                              n,       latent.kv_stride(),  DType::kFloat32};
-    write_cache(kernel_, team_, own.cache(), tokens, 0);
-    look_up(plan, own.cache(), q, size, values);
-  }
-
-  // Rows of heads, `stride` elements apart, of which each has `size`.
-  struct HeadRows {
-    FloatRows rows;
-    int64_t stride;
-    int64_t size;
-  };
-
-  // out[r, h, i] = x[r, h] * weight[h, i], a product of floats; weight [heads, out.size, x.size] of type.
-  void multiply_heads(int64_t rows, int64_t heads, const HeadRows& x, const void* weight, DType type,
-                      const HeadRows& out) {
-    const DotTile tile = {x.rows.data, x.rows.stride, rows,          weight,         type,
-                          out.size,    x.size,        out.rows.data, out.rows.stride};
-    multiply_rows(tile, heads, x.stride, out.stride);
   }
 
   // Norms and turns q or k of one token, heads `stride` apart.
@@ -336,13 +187,6 @@ class Step {
 
   void turn_heads(const AttentionPlan& plan, int64_t heads, int64_t stride, int64_t r, float* x) const {
     for (int64_t h = 0; h < heads; ++h) turn(plan, r, x + h * stride);
-  }
-
-  // Turns one head of one token.
-  void turn(const AttentionPlan& plan, int64_t r, float* x) const {
-    if (plan.rope < 0) return;
-    const RopeTable& table = args_.ropes[plan.rope];
-    rotate(table.angles + args_.positions[r] * (2 * table.half), table.half, plan.interleaved, x);
   }
 
   void mlp(const MlpPlan& plan, float* out) {
@@ -438,12 +282,6 @@ class Step {
     });
     multiply(plan.down, b_.gate_up, m_, b_.y);
   }
-  void multiply(const AnyMatrix& matrix, const float* x, int64_t rows, float* out) {
-    if (matrix.packed) return matrix.packed.multiply(kernel_, team_, workspace_, x, rows, out);
-    const FloatMatrix& floats = matrix.floats;
-    multiply_rows({x, matrix.k, rows, floats.rows, floats.type, floats.n, matrix.k, out, floats.n}, 1, 0, 0);
-  }
-
   // The last norm and the head, of the rows that are wanted.
   void finish() {
     const int64_t n = plan_.hidden;
@@ -482,31 +320,8 @@ class Step {
   }
   static constexpr int64_t kRoundedAtOnce = 256;
 
-  const Kernel& kernel_;
-  Team& team_;
-  Workspace& workspace_;
-  const DecoderPlan& plan_;
-  const StepArgs& args_;
-  const Buffers& b_;
   const std::vector<SequenceRun>& runs_;  // for latent attention
-  const int64_t m_;
 };
-
-// The sequences, if a layer has latent attention. All its layers have the same.
-std::vector<SequenceRun> latent_runs(const DecoderPlan& plan, const StepArgs& args) {
-  const PagedCache* cache = nullptr;
-  bool apart = false;
-  int64_t caches = 0;
-  for (const LayerPlan& layer : plan.layers) {
-    if (!layer.attends()) continue;
-    if (layer.attention.latent) {
-      cache = args.caches + caches;
-      apart = apart || layer.attention.latent.kv_up;
-    }
-    ++caches;
-  }
-  return cache == nullptr ? std::vector<SequenceRun>() : runs_of(*cache, apart);
-}
 
 }  // namespace
 
@@ -517,7 +332,7 @@ void run_step(const Kernel& kernel, Team& team, Workspace& workspace, const Deco
   const std::vector<SequenceRun> runs = latent_runs(plan, args);
   const Buffers buffers =
       sliced(step_memory, [&](Slicer& slicer) { return Buffers(slicer, plan, args.tokens, args.row_count, runs); });
-  Step(kernel, team, workspace, plan, args, buffers, runs).run();
+  Step(StepWork(kernel, team, workspace, plan, args, buffers), runs).run();
 }
 
 }  // namespace w4a8

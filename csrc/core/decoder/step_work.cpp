@@ -1,0 +1,52 @@
+#include "core/decoder/step_work.h"
+
+#include "core/decoder/rows.h"
+
+namespace w4a8 {
+
+void StepWork::multiply_floats(const FloatMatrix& matrix, const float* x, int64_t k, float* out) {
+  multiply_rows({x, k, m_, matrix.rows, matrix.type, matrix.n, k, out, matrix.n}, 1, 0, 0);
+}
+
+void StepWork::multiply(const AnyMatrix& matrix, const float* x, int64_t rows, float* out) {
+  if (matrix.packed) return matrix.packed.multiply(kernel_, team_, workspace_, x, rows, out);
+  const FloatMatrix& floats = matrix.floats;
+  multiply_rows({x, matrix.k, rows, floats.rows, floats.type, floats.n, matrix.k, out, floats.n}, 1, 0, 0);
+}
+
+void StepWork::multiply_rows(const DotTile& tile, int64_t heads, int64_t x_step, int64_t out_step) {
+  constexpr int64_t kTokens = 32;  // whose rows stay in a second-level cache
+  const int64_t outputs = tile.rows <= kFewRows ? 16 : 64;
+  const int64_t bands = ceil_div(tile.rows, kTokens);
+  const int64_t parts = ceil_div(tile.outputs, outputs);
+  const auto task = [&](int64_t, int64_t t, int) {
+    const int64_t h = t / (bands * parts);
+    const Range rows = share(tile.rows, bands, t / parts % bands);
+    const Range range = share(tile.outputs, parts, t % parts);
+    DotTile part = tile;
+    part.x += h * x_step + rows.begin * tile.x_stride;
+    part.rows = rows.size();
+    part.weights =
+        static_cast<const uint8_t*>(tile.weights) + (h * tile.outputs + range.begin) * tile.n * dtype_bytes(tile.dtype);
+    part.outputs = range.size();
+    part.out += h * out_step + rows.begin * tile.out_stride + range.begin;
+    kernel_.dot_rows(part);
+  };
+  const Phase phases[] = {{heads * bands * parts, task, 0, true}};
+  run_phases(team_, team_.threads(), phases);
+}
+
+void StepWork::look_up(const AttentionPlan& plan, const PagedCache& cache, FloatRows q, int64_t head_stride,
+                       float* out) {
+  const Queries queries = {q.data,     q.stride,      head_stride, plan.heads, DType::kFloat32,
+                           plan.scale, plan.soft_cap, plan.window, true,       plan.sinks};
+  attend(kernel_, team_, workspace_, cache, queries, out);
+}
+
+void StepWork::turn(const AttentionPlan& plan, int64_t r, float* x) const {
+  if (plan.rope < 0) return;
+  const RopeTable& table = args_.ropes[plan.rope];
+  rotate(table.angles + args_.positions[r] * (2 * table.half), table.half, plan.interleaved, x);
+}
+
+}  // namespace w4a8
