@@ -46,10 +46,10 @@ Activation check_arguments(DeviceCheck check_devices, const Tensor& x, const Ten
 
 }  // namespace
 
-Tensor moe_cpu(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13_packed,
-               const Tensor& w2_packed, int64_t H, int64_t I, int64_t I2, int64_t group_size,
-               bool apply_router_weight_on_input, int64_t activation_kind, Optional<double> limit,
-               Optional<double> alpha, Optional<double> beta) {
+Tensor moe_on(Parallel& parallel, const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights,
+              const Tensor& w13_packed, const Tensor& w2_packed, int64_t H, int64_t I, int64_t I2, int64_t group_size,
+              bool apply_router_weight_on_input, int64_t activation_kind, Optional<double> limit,
+              Optional<double> alpha, Optional<double> beta) {
   const Activation activation = check_arguments(check_cpu, x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, I2,
                                                 group_size, activation_kind, limit, alpha, beta);
   W4A8_CHECK(x.size(-1) == H, "x has shape ", shape_text(x.sizes()), ", expected [..., ", H, "] for H = ", H);
@@ -91,9 +91,17 @@ Tensor moe_cpu(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weigh
   args.group = group_size;
   args.weight_on_input = apply_router_weight_on_input;
   args.activation = activation;
-  AtenParallel parallel;
   fused_moe(op_kernel(), parallel, thread_workspace(), args);
   return out;
+}
+
+Tensor moe_cpu(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13_packed,
+               const Tensor& w2_packed, int64_t H, int64_t I, int64_t I2, int64_t group_size,
+               bool apply_router_weight_on_input, int64_t activation_kind, Optional<double> limit,
+               Optional<double> alpha, Optional<double> beta) {
+  AtenParallel parallel;
+  return moe_on(parallel, x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, I2, group_size,
+                apply_router_weight_on_input, activation_kind, limit, alpha, beta);
 }
 
 Tensor moe_meta(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13_packed,

@@ -56,6 +56,16 @@ Tensor moe_cpu(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weigh
                bool apply_router_weight_on_input, int64_t activation_kind, Optional<double> limit,
                Optional<double> alpha, Optional<double> beta);
 decltype(moe_cpu) moe_meta;
+/// moe_cpu on threads of the caller's choice.
+Tensor moe_on(Parallel& parallel, const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights,
+              const Tensor& w13_packed, const Tensor& w2_packed, int64_t H, int64_t I, int64_t I2, int64_t group_size,
+              bool apply_router_weight_on_input, int64_t activation_kind, Optional<double> limit,
+              Optional<double> alpha, Optional<double> beta);
+void queue_experts_cpu(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13_packed,
+                       const Tensor& w2_packed, int64_t H, int64_t I, int64_t I2, int64_t group_size,
+                       bool apply_router_weight_on_input, int64_t activation_kind, const Tensor& out,
+                       const Tensor& error, int64_t stream, int64_t launch, int64_t threads, Optional<double> limit,
+                       Optional<double> alpha, Optional<double> beta);
 Tensor moe_gated_cpu(const Tensor& x, const Tensor& topk_ids, const Tensor& topk_weights, const Tensor& w13_packed,
                      const Tensor& w2_packed, int64_t H, int64_t I, int64_t group_size,
                      bool apply_router_weight_on_input, int64_t activation_kind, Optional<double> limit,

@@ -18,6 +18,7 @@ from test_transformers_gpt_oss import write_gpt_oss
 from transformers import AutoModelForCausalLM
 
 import w4a8
+from w4a8.core.bridge import WAYS
 from w4a8.integrations.transformers import W4A8Cache, W4A8Config, fast_attention, fuse
 from w4a8.nn import W4A8Experts
 from w4a8.nn.embedding import PackedEmbedding
@@ -79,13 +80,16 @@ def check(model, want):
         assert report.float_bytes in (numbers * model.dtype.itemsize, (numbers + biases) * model.dtype.itemsize)
     assert not hasattr(model, "hf_device_map") and not hasattr(model, "_hf_hook")
     assert not model.hf_quantizer.is_compileable
-    before = standin_device.waits()
-    logits = model(TOKENS.to("standin")).logits
-    assert standin_device.waits() == before + len(experts)  # each layer came over the bridge
-    assert logits.device.type == "standin"
-    assert_same_bits(logits.cpu(), want(TOKENS).logits)
     how = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-    assert torch.equal(model.generate(TOKENS.to("standin"), **how).cpu(), want.generate(TOKENS, **how))
+    expected, text = want(TOKENS).logits, want.generate(TOKENS, **how)
+    for way in WAYS:
+        standin_device.use(way)
+        before = standin_device.calls(way)
+        logits = model(TOKENS.to("standin")).logits
+        assert standin_device.calls(way) == before + len(experts)  # each layer came over the bridge
+        assert logits.device.type == "standin"
+        assert_same_bits(logits.cpu(), expected)
+        assert torch.equal(model.generate(TOKENS.to("standin"), **how).cpu(), text)
     return model
 
 

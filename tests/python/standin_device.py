@@ -4,6 +4,11 @@ For a process of its own: importing this takes torch's place for devices of othe
 that gets a tensor of the device is an error. Computing gives the CPU's bits.
 """
 
+import contextlib
+import ctypes
+import os
+import threading
+
 import torch
 from torch.utils._pytree import tree_map
 from torch.utils.backend_registration import _DummyBackendModule
@@ -11,15 +16,20 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from w4a8.core import bridge
 
+_counts = {"staged": 0, "queued": 0}
+
 
 class _Event:
-    waits = 0  # of all events
-
     def record(self, stream):
         pass
 
-    def synchronize(self):
-        _Event.waits += 1
+    def query(self):
+        _counts["staged"] += 1
+        return True
+
+
+class _Stream(str):
+    cuda_stream = 0
 
 
 class _Module(_DummyBackendModule):
@@ -29,7 +39,25 @@ class _Module(_DummyBackendModule):
 
     @staticmethod
     def current_stream(device):
-        return str(device)
+        return _Stream(device)
+
+    @staticmethod
+    def is_current_stream_capturing():
+        return False
+
+    @staticmethod
+    def device(index):
+        return contextlib.nullcontext()
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)
+def _launch(stream, function, data):
+    """As cuLaunchHostFunc: another thread calls the function."""
+    _counts["queued"] += 1
+    thread = threading.Thread(target=ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function), args=(data,))
+    thread.start()
+    thread.join()
+    return 0
 
 
 def _buffer(self, rows, like):
@@ -37,13 +65,20 @@ def _buffer(self, rows, like):
     return torch.full((rows, *like.shape[1:]), 77, dtype=like.dtype)
 
 
-def waits():
-    """How often a bridge has waited for the device."""
-    return _Event.waits
+def calls(way):
+    """How often experts were called this way."""
+    return _counts[way]
+
+
+def use(way):
+    """From now on experts are called this way."""
+    os.environ[bridge.WAY] = way
+    bridge._bridges.clear()
 
 
 setup("standin", _Module())
 bridge.Stream.buffer = _buffer
+bridge.launcher = lambda device: ctypes.cast(_launch, ctypes.c_void_p).value
 _library = torch.library.Library("aten", "IMPL")
 
 

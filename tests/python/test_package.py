@@ -184,10 +184,11 @@ def test_a_bad_environment_stops_the_operators():
 
 
 def operators():
-    """Name -> schema of every operator of torch.ops.w4a8, of overloads the default one, but those of w4a8.Decoder."""
+    """Name -> schema of every operator of torch.ops.w4a8, of overloads the default one, but for w4a8.Decoder's and the
+    one that w4a8.core.bridge calls."""
     schemas = {schema.name: schema for schema in torch._C._jit_get_all_schemas() if not schema.overload_name}
     names = {name[6:]: name for name in schemas if name.startswith("w4a8::")}
-    return {short: schemas[name] for short, name in names.items() if not short.startswith("decoder_")}
+    return {short: schemas[name] for short, name in names.items() if not short.startswith(("decoder_", "queue_"))}
 
 
 def test_every_operator_has_a_wrapper_and_a_sample():

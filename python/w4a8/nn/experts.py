@@ -231,27 +231,16 @@ class W4A8Experts(PackedExperts):
             raise ValueError("top_k_index and top_k_weights are given both or not at all")
         if hidden_states.device.type not in ("cpu", "meta") and self.w13_packed.device.type == "cpu":
             rows = hidden_states.reshape(-1, self.hidden_size)
-            return run_on_cpu(self._run, rows, top_k_index, top_k_weights).view(hidden_states.shape)
-        return self._run(hidden_states, top_k_index, top_k_weights)
-
-    def _run(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+            return run_on_cpu(self, rows, top_k_index, top_k_weights).view(hidden_states.shape)
         ids = top_k_index.masked_fill(top_k_index == self.num_experts, -1)
-        return dynamic_4bit_int_moe(
-            hidden_states,
-            ids,
-            top_k_weights,
-            self.w13_packed,
-            self.w2_packed,
-            self.hidden_size,
-            self.intermediate_size,
-            self.sizes.w13_rows,
-            self.sizes.operator_group_size,
-            False,
-            self.activation,
-            limit=self.numbers.limit,
-            alpha=self.numbers.alpha,
-            beta=self.numbers.beta,
-        )
+        weights, numbers = self.operator_arguments()
+        return dynamic_4bit_int_moe(hidden_states, ids, top_k_weights, *weights, **numbers)
+
+    def operator_arguments(self) -> tuple[tuple[Any, ...], dict[str, float | None]]:
+        """What the operator takes behind hidden states, index and weights: by position, and by name."""
+        numbers = {"limit": self.numbers.limit, "alpha": self.numbers.alpha, "beta": self.numbers.beta}
+        sizes = self.hidden_size, self.intermediate_size, self.sizes.w13_rows, self.sizes.operator_group_size
+        return (self.w13_packed, self.w2_packed, *sizes, False, self.activation), numbers
 
     def _in_turn(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """ids and weights [T, 1] of rows that belong to each expert in turn."""
