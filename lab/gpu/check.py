@@ -1,4 +1,4 @@
-"""Experts on the CPU beside a GPU, on a machine with one: bits, logits, loading and saving, and speed.
+"""Experts on the CPU beside a GPU, on a machine with one: bits, logits, loading and saving, speed of each way.
 
     python lab/gpu/check.py --json found.json                  # a GPU with 8 GB, some minutes
     python lab/gpu/check.py --device cuda:1 --layers 2 --threads 15
@@ -16,7 +16,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, Qwen3MoeConfig, Qwe
 
 import w4a8
 from w4a8.command import machine
+from w4a8.core import bridge
 from w4a8.integrations.transformers import W4A8Config
 from w4a8.nn import W4A8Experts
 
@@ -99,24 +100,27 @@ class Check:
         )
         self.say("kernel", w4a8.active_kernel())
         self.say("devices", machine.accelerators())
-        if self.small:
-            return
-        here = torch.empty(256 << 20, dtype=torch.uint8, pin_memory=True)
-        far = torch.empty_like(here, device=self.device)
-        for name, to, source in (("to the device", far, here), ("to the CPU", here, far)):
-            took = self.time(lambda to=to, source=source: to.copy_(source, non_blocking=True))
-            self.say(f"GB/s {name}", round(here.numel() / took / 1e3, 1))
+        if not self.small:
+            self.say("copies", machine.copy_speeds(str(self.device)))
+
+    def ways(self) -> Iterator[str]:
+        """Each way to call the experts that this machine has; it is taken until the next."""
+        for way in bridge.WAYS:
+            if way == "queued" and not bridge.launcher(self.device):
+                self.say("queued", "there is no driver of CUDA")
+                continue
+            os.environ[bridge.WAY] = way
+            bridge._bridges.clear()
+            yield way
 
     @torch.no_grad()
     def layer(self) -> None:
-        """One layer: bits of all ways to call it, and microseconds alone, over the bridge, and with simple copies."""
+        """One layer: bits of all ways to call it, and microseconds alone, in each way, and with simple copies."""
         layers = [self.random_experts(seed)[0] for seed in range(4)]
         turn = iter(range(1 << 30))  # another layer each time: weights come from memory
         for tokens in self.tokens:
             here = self.inputs(tokens)
             there = self.there(here)
-            for each in layers:
-                assert torch.equal(each(*there).cpu(), each(*here)), f"bits of {tokens} tokens"
 
             def alone(here: list[torch.Tensor] = here) -> torch.Tensor:
                 return layers[next(turn) % 4](*here)
@@ -127,12 +131,17 @@ class Check:
             def copied(there: list[torch.Tensor] = there) -> torch.Tensor:
                 return layers[next(turn) % 4](*(each.cpu() for each in there)).to(self.device)
 
-            row = {"alone": self.time(alone), "bridge": self.time(bridged), "simple copies": self.time(copied)}
+            row = {"alone": self.time(alone), "simple copies": self.time(copied)}
+            for way in self.ways():
+                for each in layers:
+                    assert torch.equal(each(*there).cpu(), each(*here)), f"bits of {tokens} tokens, {way}"
+                row[way] = self.time(bridged)
             self.say(f"us of a layer, {tokens} tokens", row)
         self.say("bits of a layer", "equal to the CPU's")
-        self._at_once(layers)
+        for way in self.ways():
+            self._at_once(layers, way)
 
-    def _at_once(self, layers: list[W4A8Experts]) -> None:
+    def _at_once(self, layers: list[W4A8Experts], way: str) -> None:
         """Streams in turns, and threads that share a stream."""
         given = [self.inputs(3, seed) for seed in range(40)]
         there = [self.there(each) for each in given]
@@ -145,7 +154,7 @@ class Check:
                     got.append(layers[i % 4](*each))
             self.wait()
             assert all(torch.equal(mine.cpu(), theirs) for mine, theirs in zip(got, want)), "streams"
-            self.say("two streams", "equal")
+            self.say(f"two streams, {way}", "equal")
         made: list[Any] = [None] * len(there)
 
         def some(first: int) -> None:
@@ -159,7 +168,7 @@ class Check:
         for thread in threads:
             thread.join()
         assert all(torch.equal(mine, theirs) for mine, theirs in zip(made, want)), "threads"
-        self.say("four threads", "equal")
+        self.say(f"four threads, {way}", "equal")
 
     def config(self, layers: int, vocabulary: int) -> Qwen3MoeConfig:
         """Of a model with these experts."""
@@ -217,7 +226,8 @@ class Check:
             layer.mlp.experts = experts
         on_cpu = copy.deepcopy(model.to("cpu"))
         w4a8.nn.beside(model, self.device)
-        self._decode("experts beside", model)
+        for way in self.ways():
+            self._decode(f"experts beside, {way}", model)
         self._decode("all on the CPU (int4 experts, bfloat16)", on_cpu)
 
     def _decode(self, name: str, model: Any) -> None:

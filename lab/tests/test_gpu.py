@@ -23,8 +23,10 @@ def test_the_check_runs(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     answer = json.loads(found.read_text())
-    assert answer["bits of a layer"] == "equal to the CPU's" and answer["four threads"] == "equal"
+    assert answer["bits of a layer"] == "equal to the CPU's" and answer["four threads, staged"] == "equal"
+    assert answer["four threads, queued"] == "equal"
     assert answer["loaded"] == {"relative error": 0.0, "same text": True}
     assert answer["moved back to the CPU"] == "same bits"
-    beside = answer["experts beside, prompt of 16, 48 layers"]
-    assert all(number > 0 for number in beside.values())
+    for way in ("staged", "queued"):
+        beside = answer[f"experts beside, {way}, prompt of 16, 48 layers"]
+        assert all(number > 0 for number in beside.values())

@@ -67,7 +67,9 @@ def examine(with_vllm: bool = False) -> dict[str, Any]:
         "amx": _amx(active),
         "memory": {"bytes": total, "available_bytes": free, "read_bytes_per_second": round(speed)},
         "huge_pages": machine.huge_pages(),
-        "accelerators": _tried(machine.accelerators, problems) or [],
+        "accelerators": [
+            {**each, **machine.copy_speeds(each["device"])} for each in _tried(machine.accelerators, problems) or []
+        ],
         "transformers": _transformers(),
         "vllm": _vllm(with_vllm, problems),
         "environment": {name: os.environ[name] for name in sorted(os.environ) if name.startswith("W4A8_")},
@@ -202,7 +204,9 @@ _PAGES = {
 
 def _accelerator(found: dict[str, Any]) -> str:
     sizes = f"{found['bytes'] / 2**30:.1f} GiB, {found['available_bytes'] / 2**30:.1f} available"
-    return f"{found['device']}, {found['name']}: {sizes}; it can have all but the experts (not run on one yet)"
+    to, back = found["to_bytes_per_second"], found["from_bytes_per_second"]
+    speeds = f"; copies {to / 1e9:.1f} GB/s there, {back / 1e9:.1f} back" if to and back else ""
+    return f"{found['device']}, {found['name']}: {sizes}{speeds}; it can have all but the experts (not run on one yet)"
 
 
 def _framework(found: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from w4a8.core.memory import fresh_bytes
 
 _NODES = Path("/sys/devices/system/node")
 _READ = 512 << 20  # bytes of one pass: several times the caches of most CPUs
+_COPIED = 128 << 20  # bytes of one copy to a device
 
 
 def _text(path: str) -> str:
@@ -65,6 +66,27 @@ def accelerators() -> list[dict[str, Any]]:
         free, total = module.mem_get_info(index)
         found.append({"device": f"{current.type}:{index}", "name": name, "bytes": total, "available_bytes": free})
     return found
+
+
+def copy_speeds(device: str) -> dict[str, int | None]:
+    """Bytes per second of copies from pinned memory to a device and back, the best of several; None: not measured."""
+    names, found = ("to_bytes_per_second", "from_bytes_per_second"), []
+    try:
+        synchronize = getattr(torch, torch.device(device).type).synchronize
+        here = torch.empty(_COPIED, dtype=torch.uint8, pin_memory=True)
+        there = torch.empty_like(here, device=device)
+        for to, source in ((there, here), (here, there)):
+            best = float("inf")
+            for _ in range(5):
+                synchronize(device)
+                begin = time.perf_counter()
+                to.copy_(source, non_blocking=True)
+                synchronize(device)
+                best = min(best, time.perf_counter() - begin)
+            found.append(round(_COPIED / best))
+    except (RuntimeError, AssertionError, AttributeError):  # no driver, no memory, or no such functions
+        return dict.fromkeys(names)
+    return dict(zip(names, found))
 
 
 def huge_pages() -> str:

@@ -217,7 +217,24 @@ def test_accelerators(monkeypatch, capsys):
     code, answer = run_json(capsys, "doctor")
     assert code == 0
     assert answer["accelerators"][1] == {
-        "device": "cuda:1", "name": "card 1", "bytes": 9 << 30, "available_bytes": 3 << 30
+        "device": "cuda:1", "name": "card 1", "bytes": 9 << 30, "available_bytes": 3 << 30,
+        "to_bytes_per_second": None, "from_bytes_per_second": None,
     }  # fmt: skip
     assert main(["doctor"]) == 0
-    assert "beside it     cuda:0, card 0: 8.0 GiB, 3.0 available" in capsys.readouterr().out
+    assert "beside it     cuda:0, card 0: 8.0 GiB, 3.0 available; it can" in capsys.readouterr().out
+
+
+def test_speed_of_copies(monkeypatch, capsys):
+    """By a clock that a copy of this many bytes takes so long; a device that cannot be asked has no speed."""
+    assert machine.copy_speeds("cpu") == machine.copy_speeds("meta")
+    copied, clock = [], iter(range(100))
+    empty, like = torch.empty, torch.empty_like
+    monkeypatch.setattr(torch, "empty", lambda size, dtype, pin_memory: empty(16, dtype=dtype))
+    monkeypatch.setattr(torch, "empty_like", lambda tensor, device: like(tensor))
+    monkeypatch.setattr(torch.cuda, "synchronize", copied.append)
+    monkeypatch.setattr(machine.time, "perf_counter", lambda: next(clock) / 100)
+    speeds = machine.copy_speeds("cuda:1")
+    assert copied == ["cuda:1"] * 20
+    assert speeds == {"to_bytes_per_second": 100 * machine._COPIED, "from_bytes_per_second": 100 * machine._COPIED}
+    found = {"device": "cuda:1", "name": "card", "bytes": 8 << 30, "available_bytes": 3 << 30, **speeds}
+    assert "3.0 available; copies 13.4 GB/s there, 13.4 back; it can" in doctor._accelerator(found)
