@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from w4a8.core.activation import OWN_NUMBERS, GateNumbers
-from w4a8.core.bridge import run_on_cpu
 from w4a8.core.experts import ExpertSizes
 from w4a8.core.kind import Kind
 from w4a8.core.matrix import Matrix, PackedAs, pack_as
@@ -230,6 +229,8 @@ class W4A8Experts(PackedExperts):
         if top_k_index is None or top_k_weights is None:
             raise ValueError("top_k_index and top_k_weights are given both or not at all")
         if hidden_states.device.type not in ("cpu", "meta") and self.w13_packed.device.type == "cpu":
+            from w4a8.core.bridge import run_on_cpu  # imports torch's compiler, two seconds
+
             rows = hidden_states.reshape(-1, self.hidden_size)
             return run_on_cpu(self, rows, top_k_index, top_k_weights).view(hidden_states.shape)
         ids = top_k_index.masked_fill(top_k_index == self.num_experts, -1)
