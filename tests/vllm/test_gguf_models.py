@@ -11,7 +11,7 @@ import pytest
 from compare import check
 from conftest import ALONE, DEFAULT_HEAD, Job, prompts, run_engines
 from gguf_models import EXPERTS, VOCAB, TinyModel
-from test_example import serving
+from server import SERVE, serving
 from test_gguf_files import TOKENIZER
 
 from w4a8.checkpoint.gguf_architectures import NOT_IN_VLLM
@@ -129,7 +129,7 @@ def test_server(tmp_path):
     tiny = TinyModel("qwen3moe")
     tiny.keys |= {**TOKENIZER, "qwen3moe.context_length": 512}
     path, log = tiny.write(tmp_path), tmp_path / "serve.log"
-    with serving(path, log, VLLM_CACHE_ROOT=str(tmp_path / "cache")) as address:
+    with serving(SERVE, path, log, VLLM_CACHE_ROOT=str(tmp_path / "cache")) as (address, _):
         question = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 8, "temperature": 0}
         body, kind = json.dumps({**question, "model": "tiny"}).encode(), {"Content-Type": "application/json"}
         request = urllib.request.Request(f"{address}/v1/chat/completions", body, kind)
