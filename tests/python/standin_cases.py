@@ -11,6 +11,7 @@ import torch
 from common import assert_same_bits
 from format_checkpoints import ALL_FORMATS
 from gguf_models import TinyModel
+from safetensors.torch import load_file
 from test_quantize_transformers import make_model
 from test_transformers_float8 import write as write_float8
 from test_transformers_formats import write
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM
 import w4a8
 from w4a8.core.bridge import WAYS
 from w4a8.integrations.transformers import W4A8Cache, W4A8Config, fast_attention, fuse
+from w4a8.integrations.transformers.dry_run import dry_run
 from w4a8.nn import W4A8Experts
 from w4a8.nn.embedding import PackedEmbedding
 from w4a8.nn.packed import PackedLinear
@@ -190,6 +192,54 @@ def test_experts_of_a_layer_on_the_device(tmp_path):
     check(load(tmp_path, config, experts_implementation="eager"), want)
 
 
+@pytest.mark.parametrize("name", ["GPTQ asymmetric", "AWQ", "W4A16 pack", "W8A16 pack asymmetric", "MXFP4 pack"])
+def test_quantized_experts_of_a_layer_on_the_device(name, tmp_path):
+    """They become the floats that the tensors in the file mean, rounded once to the model's type."""
+    path, directory = "model.layers.1.mlp.experts", write_as(tmp_path, name)
+    stored, form = load_file(directory / "model.safetensors"), ALL_FORMATS[name]
+
+    def meant(expert, part):
+        prefix = f"{path}.{expert}.{part}."
+        return form.dequantized({key[len(prefix) :]: each for key, each in stored.items() if key.startswith(prefix)})
+
+    want = with_floats(AutoModelForCausalLM.from_pretrained(tmp_path / "want"))
+    experts = make_model("qwen3").bfloat16().get_submodule(path)
+    for expert in range(experts.num_experts):
+        experts.gate_up_proj[expert] = torch.cat([meant(expert, part) for part in ("gate_proj", "up_proj")])
+        experts.down_proj[expert] = meant(expert, "down_proj")
+    want.set_submodule(path, experts)
+    want.set_experts_implementation("eager")
+    model = check(load(directory, W4A8Config(skip="re:model.layers.1.mlp"), experts_implementation="eager"), want)
+    on_device = model.get_submodule(path)
+    for leaf in ("gate_up_proj", "down_proj"):
+        assert_same_bits(getattr(on_device, leaf).cpu(), getattr(experts, leaf))
+    with dry_run():
+        planned = load(directory, W4A8Config(skip="re:model.layers.1.mlp")).hf_quantizer.report
+    for report in (planned, model.hf_quantizer.report):
+        assert report.skipped[path] == "skip" and path not in report.replaced
+    model.to("cpu").save_pretrained(tmp_path / "again")
+    check(load(tmp_path / "again", experts_implementation="eager"), want)
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("name", ["qwen3moe", "mixtral", "gpt-oss"])
+def test_gguf_experts_of_a_layer_on_the_device(name, layer, tmp_path):
+    """They become the floats of the blocks; gpt-oss has matrices that are transposed, rows in turns, and biases."""
+    tiny = TinyModel(name)
+    tiny.write(tmp_path)
+    options = {"gguf_file": "model.gguf", "dtype": torch.float32, "experts_implementation": "eager"}
+    want = load(tmp_path, device_map=None, **options)
+    path = f"model.layers.{layer}.mlp.experts"
+    for part, module in list(want.named_modules()):
+        if isinstance(module, (PackedLinear, PackedEmbedding)) or part == path:
+            want.set_submodule(part, tiny.model.get_submodule(part))
+    tiny.model.set_experts_implementation("eager")
+    model = check(load(tmp_path, W4A8Config(skip=path), **options), want)
+    for leaf, parameter in tiny.model.get_submodule(path).named_parameters():
+        found = model.get_submodule(path).get_parameter(leaf).cpu()
+        assert_same_bits(found + 0.0, parameter + 0.0)  # e2m1 has -0, which the table of GGUF's MXFP4 has as 0
+
+
 REFUSED = {
     "two": ({"": "standin:0", "model.layers.0": "standin:1"}, {}, "standin:0 and standin:1, expected one accelerator"),
     "a layer on the CPU": ({"": "standin", "model.layers.0": "cpu"}, {}, "leaves 'model.layers.0' on the CPU"),
@@ -226,8 +276,9 @@ def test_refused_models(tmp_path):
         load(tmp_path, gguf_file="model.gguf")
     (tmp_path / "experts").mkdir()
     write(tmp_path / "experts", "qwen3", ALL_FORMATS["GPTQ"])
-    with pytest.raises(ValueError, match=r"skip is \['re:x'\], but all experts of the checkpoint are quantized"):
-        load(tmp_path / "experts" / "theirs", W4A8Config(skip="re:x"))
+    for skip, reason in (("re:x", "skip holds 're:x', which matches the name of no module"), ("model", message)):
+        with pytest.raises(ValueError, match=reason):
+            load(tmp_path / "experts" / "theirs", W4A8Config(skip=skip))
 
 
 def test_refused_afterwards(tmp_path):

@@ -21,6 +21,7 @@ import torch
 
 from w4a8.core.activation import OWN_NUMBERS, GateNumbers
 from w4a8.core.experts import gate_and_up
+from w4a8.core.matrix import matrix_of
 from w4a8.core.routing import select_experts
 from w4a8.nn import QuantOptions, W4A8Experts
 from w4a8.nn.experts import RoundExpert
@@ -163,6 +164,30 @@ def fused_experts(
         w13, w13_bias = (None if stack is None else Each(stack, _gate_then_up) for stack in (w13, w13_bias))
     activation, numbers = _gate(module)
     return Experts(w13, w2, activation, w13_bias, w2_bias, numbers, _has_gate(module))
+
+
+def unpack_into(module: torch.nn.Module, w13: torch.Tensor, w2: torch.Tensor) -> None:
+    """Makes the parameters of a module that :func:`fused_experts` knows: the floats that packed stacks mean.
+
+    Args:
+        module: with parameters on the meta device, whose types stay.
+        w13: uint8 [E, bytes], gate rows, then up rows.
+        w2: uint8 [E, bytes].
+    """
+    names = _parameters(module)
+    floats = {name: torch.empty_like(getattr(module, name), device=w2.device) for name in names}
+    for stack, (leaf, *bias) in ((w13, names[::2]), (w2, names[1::2])):
+        halved = stack is w13 and _is_interleaved(module)
+        for expert, packed in enumerate(stack):
+            matrix = matrix_of(packed, f"{leaf}[{expert}]")
+            weight = floats[leaf][expert].T if _is_transposed(module) else floats[leaf][expert]
+            pairs = [(weight, matrix.floats()), *((floats[each][expert], matrix.bias) for each in bias)]
+            for target, values in pairs:
+                rows = gate_and_up(len(target), True) if halved else [slice(None)]
+                for half, part in zip(rows, values.chunk(len(rows))):
+                    target[half] = part
+    for name, values in floats.items():
+        setattr(module, name, torch.nn.Parameter(values, requires_grad=False))
 
 
 def has_stacks(module: torch.nn.Module) -> bool:

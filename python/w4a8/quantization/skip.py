@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 
 import torch
 
@@ -44,6 +45,10 @@ class Skipped:
         if any(matches(name) for matches in (*self._default, *(matches for _, matches in self._given))):
             return True
         return self._function is not None and bool(self._function(name, module))
+
+    def has_inside(self, name: str, module: torch.nn.Module) -> bool:
+        """Whether to leave a module of this name alone, or one that it is part of. Not asked of a function's choice."""
+        return any(self(owner, module) for owner in accumulate(name.split("."), "{}.{}".format))
 
     def check(self, model: torch.nn.Module) -> None:
         """Looks for entries that match no module of a model; an entry of DEFAULT_SKIP may match none.

@@ -36,7 +36,8 @@ class W4A8Config(QuantizationConfigMixin):
 
         Args:
             options: a :class:`w4a8.nn.QuantOptions`, or its group size alone.
-            skip: names of other modules to leave alone, and ``re:`` with regular expressions.
+            skip: names of other modules to leave alone, and ``re:`` with regular expressions. Of a checkpoint of codes:
+                of experts that become floats on the accelerator of ``device_map``; without one it has no effect.
             default_skip: leave output layers and routers alone as well; False quantizes the linear layers among them.
             fuse: run all layers in one call if possible (:func:`w4a8.integrations.transformers.fuse`), with this kind
                 of cache, "int8" or "bfloat16"; None: do not. Not saved.

@@ -142,7 +142,7 @@ class GGUFQuantizer(W4A8HfQuantizer):
             raise RuntimeError("transformers has not said where the GGUF file is: this version is not supported")
         with on_cpu():
             self._modules = GGUFModules(model, self._linears, self.quantization_config.activation_group)
-        self._check_beside()
+        self._check_beside(model)
 
     def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, torch.Tensor]:
         """The parameters that transformers loads."""

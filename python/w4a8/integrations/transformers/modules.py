@@ -29,6 +29,7 @@ from w4a8.integrations.transformers.tied import (
 from w4a8.nn.linear import linear_from_packed
 from w4a8.progress import progress_bar
 from w4a8.quantization import QuantizationReport
+from w4a8.quantization.moe_blocks import unpack_into
 from w4a8.quantization.readers import reader_of
 from w4a8.quantization.size import Large
 
@@ -41,6 +42,7 @@ class Modules:
 
     Attributes:
         old: the float modules by name, on the meta device.
+        as_floats: names of experts that become the floats that their codes mean.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class Modules:
             ValueError: another module reads the weight of a module itself.
         """
         self.find, self.activation_group, self.why_float = find, activation_group, why_float
+        self.as_floats: set[str] = set()
         self.problems, self.refuses_one, self.packed_one = problems or {}, refuses_one, packed_one
         self.old = {name: model.get_submodule(name) for name in names}
         self._tied: dict[str, str] = {}  # embedding: output layer
@@ -110,7 +113,7 @@ class Modules:
                 put(model, name, new.eval())
                 advance()
                 if new is old:
-                    report.skipped[name] = self.why_float(f"{name}.weight")
+                    report.skipped[name] = self._why(name, "weight")
                     continue
                 report.replaced[name] = repr(new)
                 self.packed_one(new)
@@ -123,9 +126,12 @@ class Modules:
         large = Large(model)
         for name, module in model.named_modules():
             for parameter in large.of(module):
-                report.skipped[name or parameter] = self.why_float(f"{name}.{parameter}")
+                report.skipped[name or parameter] = self._why(name, parameter)
         report.measure(model)
         return report
+
+    def _why(self, name: str, parameter: str) -> str:
+        return "skip" if name in self.as_floats else self.why_float(f"{name}.{parameter}")
 
     def _pack(self, name: str, old: torch.nn.Module) -> tuple[torch.nn.Module, list[str]]:
         """The packed module, and the kinds of its matrices in words."""
@@ -133,7 +139,12 @@ class Modules:
         if isinstance(found, torch.nn.Module):
             return found, []
         if isinstance(found, ExpertWeights):
-            return self._pack_experts(old, found)
+            new, kinds = self._pack_experts(old, found)
+            if name not in self.as_floats:
+                return new, kinds
+            if guard.device != "meta":
+                unpack_into(old, new.w13_packed, new.w2_packed)
+            return old, []
         own, rows = found[0].name.removeprefix(f"{name}."), sum(weight.rows for weight in found)
         _expect(f"{own}: [n, k]", [rows, found[0].columns], list(old.weight.shape))
         _expect(f"{own}: bias", any(weight.bias for weight in found), getattr(old, "bias", None) is not None)

@@ -33,6 +33,7 @@ from w4a8.nn.output_layer import multiply_once
 from w4a8.nn.packed import PackedModule
 from w4a8.quantization import QuantizationReport
 from w4a8.quantization.float_guard import refuse_resizing
+from w4a8.quantization.moe_blocks import has_stacks
 
 logger = logging.getLogger(__name__)
 
@@ -120,24 +121,22 @@ class W4A8HfQuantizer(HfQuantizer):
         else:
             refuse_codes(model, files)
             self._collector = Collector(model, self.quantization_config, files, self.beside)
-        self._check_beside()
+        self._check_beside(model)
         check_files(files, () if self._modules is None else self._modules.keys)
 
-    def _check_beside(self) -> None:
-        """Refuses, before weights are read, a model of which nothing would stay on the CPU beside an accelerator."""
+    def _check_beside(self, model: Any) -> None:
+        """Chooses the quantized experts that become floats; refuses a model of which nothing would stay on the CPU."""
         if self.beside is None:
             return
         if self._modules is None:
             has_experts = bool(self._collector.pending)
         else:
-            olds = self._modules.old.values()
-            has_experts = not all(isinstance(old, (torch.nn.Linear, torch.nn.Embedding)) for old in olds)
-            rounds = isinstance(self._modules, PackedModules) or getattr(self._modules, "are_float8", None)
-            if self.quantization_config.skip and not rounds:
-                raise ValueError(
-                    f"skip is {self.quantization_config.skip}, but all experts of the checkpoint are quantized, and "
-                    f"stay on the CPU beside {self.beside}"
-                )
+            experts = {name: old for name, old in self._modules.old.items() if has_stacks(old)}
+            if not isinstance(self._modules, PackedModules):  # its skip says what was left a float
+                skip = self.quantization_config.skipped()
+                skip.check(model)
+                self._modules.as_floats = {name for name, old in experts.items() if skip.has_inside(name, old)}
+            has_experts = not experts.keys() <= self._modules.as_floats
         if not has_experts:
             raise ValueError(
                 f"device_map has {self.beside}, but the model has no experts to pack, so nothing would stay on the "
