@@ -150,7 +150,7 @@ def of_vllm(args: argparse.Namespace, asked: list[Case]) -> dict[str, Any]:
         )
     name = next((each for each in VLLM if installed(each) is not None), None)
     if name is None:
-        raise ImportError(f"--vllm needs vLLM in this environment: {extras.VLLM}")
+        raise ImportError(f"--vllm needs vLLM in this environment: {extras.TO_GET_VLLM}")
     path = find(args.model)
     sizes = serve.sizes_of(path)
     context = sizes["longest"]

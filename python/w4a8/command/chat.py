@@ -62,7 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ctx", type=number(int, 2), metavar="N", help="the most tokens of a conversation; the default is the model's"
     )
     parser.add_argument(
-        "--session", type=Path, metavar="FILE", help="go on with the conversation in FILE, and keep it there"
+        "--session",
+        type=Path,
+        metavar="FILE",
+        help="go on with the conversation in FILE, and keep it there with its cache (megabytes, not text)",
     )
     parser.add_argument("--seed", type=int, default=0, help="of random numbers (%(default)s)")
     parser.add_argument("--threads", type=number(int, 1), help="of torch; the default is one per core")

@@ -127,7 +127,7 @@ def _vllm(run_test: bool, problems: list[str]) -> dict[str, Any]:
     """The version of vLLM, and whether the plugin takes over in vLLM."""
     version = installed(*VLLM)
     if version is None:
-        return {"version": None, "takes_over": False, "note": f"not installed: {extras.VLLM}"}
+        return {"version": None, "takes_over": False, "note": f"not installed: {extras.TO_GET_VLLM}"}
     count = len(problems)
     _tried(settings.check, problems)
     against = problems[count:] or _against(version, settings.mode())

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     headless = _HEADLESS in args.rest
     program = vllm_program(headless)
     if program is None:
-        raise ImportError(f"vLLM is not installed here: {extras.VLLM}")
+        raise ImportError(f"vLLM is not installed here: {extras.TO_GET_VLLM}")
     path = find(args.model, weights=False)
     command, variables = command_of(args, program, path)
     if _EAGER in command and _EAGER not in args.rest:

@@ -456,7 +456,7 @@ def test_which_vllm(monkeypatch, tmp_path):
 def test_without_vllm(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(serve, "vllm_program", lambda headless: None)
     assert main(["serve", str(write(tmp_path / "m", **QWEN))]) == 1
-    assert capsys.readouterr().err == f"w4a8: vLLM is not installed here: {extras.VLLM}\n"
+    assert capsys.readouterr().err == f"w4a8: vLLM is not installed here: {extras.TO_GET_VLLM}\n"
 
 
 @pytest.mark.skipif(doctor.installed(*doctor.VLLM) is not None, reason="the installed vLLM would be started")
