@@ -117,13 +117,16 @@ def plot(records: list[dict], path: Path, versions: dict[str, str]) -> Path | No
     if plt is None or not measured:
         return None
     asked = titles(measured)
-    figure, panels = plt.subplots(1, len(asked), figsize=(3 * len(asked), 3.2), squeeze=False)
+    size = 1.8 + 2 * len(asked), 1.2 + 0.3 * len(measured)
+    figure, panels = plt.subplots(1, len(asked), figsize=size, squeeze=False, sharey=True)
     for axes, title in zip(panels[0], asked):
-        for place, record in enumerate(measured):
-            axes.bar(place, rate(record, title) or 0, color=COLORS[place % len(COLORS)])
-        axes.set_xticks(range(len(measured)), [r["entry"].replace(", ", "\n") for r in measured], fontsize=7)
+        rates = [rate(record, title) or 0 for record in measured]
+        bars = axes.barh([record["entry"] for record in measured], rates, color=COLORS[: len(measured)])
+        axes.bar_label(bars, [f" {value:.3g}" if value else "" for value in rates], fontsize=7)
         axes.set_title(title, fontsize=8)
-        axes.set_ylabel("tokens / s")
+        axes.set_xlim(0, 1.25 * max(rates, default=0) or 1)
+        axes.set_xlabel("tokens / s")
+    panels[0][0].invert_yaxis()  # the first way on top
     return save(plt, figure, path, measured, versions)
 
 
