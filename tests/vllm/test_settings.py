@@ -3,6 +3,7 @@
 import pytest
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
+from vllm.plugins import load_general_plugins
 
 from w4a8.integrations.vllm import settings
 
@@ -86,6 +87,7 @@ def test_refused(additional, message):
 
 def test_an_engine_reads_them_first(monkeypatch):
     """Before vLLM looks at the model, which does not exist here."""
+    load_general_plugins()  # else the first EngineArgs does, and the plugin's parts wrap the function below
     seen = []
     monkeypatch.setattr(settings, "_readers", [])
     monkeypatch.setattr(EngineArgs, "create_engine_config", lambda self: (found(), self.model))
