@@ -1,6 +1,8 @@
 // What an op call runs with: a kernel, ATen's threads, this thread's workspace, and arguments as float32.
 #pragma once
 
+#include <algorithm>
+#include <climits>
 #include <cmath>
 
 #include "core/float64.h"
@@ -23,11 +25,16 @@ inline const Kernel& op_kernel() {
   return kernel;
 }
 
-/// Workers on torch's intra-op threads: torch.set_num_threads applies; inside another parallel region there is one.
+/// Workers on torch's intra-op threads, at most `most`: torch.set_num_threads applies; inside another parallel region
+/// there is one.
 class AtenParallel final : public Parallel {
  public:
-  int threads() const override { return thread_count(); }
+  explicit AtenParallel(int most = INT_MAX) : most_(most) {}
+  int threads() const override { return std::min(most_, thread_count()); }
   void run(int workers, FunctionRef<void(int)> body) override { run_threads(workers, body); }
+
+ private:
+  int most_;
 };
 
 /// A floating point tensor as contiguous float32. ATen would round float64 in the caller's floating-point environment,

@@ -17,17 +17,6 @@ namespace {
 
 constexpr int64_t kLeastErrorBytes = 64;
 
-/// At most so many of torch's intra-op threads: the thread that queues calls goes on meanwhile.
-class FewerThreads final : public Parallel {
- public:
-  explicit FewerThreads(int most) : most_(most) {}
-  int threads() const override { return std::min(most_, thread_count()); }
-  void run(int workers, FunctionRef<void(int)> body) override { run_threads(workers, body); }
-
- private:
-  int most_;
-};
-
 HostError error_in(const Tensor& error) {
   return HostError({output_data<char>(error), static_cast<std::size_t>(error.numel())});
 }
@@ -66,7 +55,7 @@ void queue_experts_cpu(const Tensor& x, const Tensor& topk_ids, const Tensor& to
     } else if (type_of(topk_ids) == ScalarType::Long) {
       mark_empty_slots(output_data<int64_t>(topk_ids), topk_ids.numel(), experts);
     }
-    FewerThreads parallel(static_cast<int>(threads));
+    AtenParallel parallel(static_cast<int>(threads));  // the thread that queues calls goes on meanwhile
     try {
       const Tensor result = moe_on(parallel, x, topk_ids, topk_weights, w13_packed, w2_packed, H, I, I2, group_size,
                                    apply_router_weight_on_input, activation_kind, limit, alpha, beta);
