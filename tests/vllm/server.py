@@ -1,5 +1,6 @@
-"""Servers of vLLM on loopback, and the processes that belong to them."""
+"""Servers of vLLM on loopback, what they answer, and the processes that belong to them."""
 
+import json
 import os
 import subprocess
 import sys
@@ -42,6 +43,19 @@ def serving(command, model, log_path, *options, **variables):
                 process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def ask(address, path, **question):
+    """The response of a server to a question, greedy unless it says otherwise."""
+    body = json.dumps({"model": "tiny", "temperature": 0, **question}).encode()
+    request = urllib.request.Request(f"{address}/v1/{path}", body, {"Content-Type": "application/json"})
+    return urllib.request.urlopen(request, timeout=300)
+
+
+def complete(address, prompt, tokens):
+    """The text behind a prompt, of so many tokens."""
+    with ask(address, "completions", prompt=prompt, max_tokens=tokens, ignore_eos=True) as response:
+        return json.load(response)["choices"][0]["text"]
 
 
 def processes_of(session: int) -> list[Path]:

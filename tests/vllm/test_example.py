@@ -1,16 +1,14 @@
 """The trained model of examples/tiny_moe writes the demo's text, offline and through the server."""
 
-import json
 import os
 import re
-import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 from conftest import Job, run_engines
 from example import CHECKPOINT, PROMPTS, TOKENS, check_greedy, demo_model, with_tokenizer
-from server import VLLM, serving
+from server import VLLM, complete, serving
 
 from w4a8.command import main
 from w4a8.integrations.vllm import binding
@@ -49,18 +47,10 @@ def server(request, tmp_path):
     assert text.count(f"w4a8: 1 of {count} cores compute nothing: ") == (1 < count < 16)
 
 
-def _complete(address: str, prompt: str) -> str:
-    question = {"model": "tiny", "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
-    request = urllib.request.Request(
-        f"{address}/v1/completions", json.dumps(question).encode(), {"Content-Type": "application/json"}
-    )
-    return json.load(urllib.request.urlopen(request, timeout=300))["choices"][0]["text"]
-
-
 def test_server(server):
     """Three requests at a time, in the dtype of the checkpoint."""
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        answers = list(pool.map(lambda prompt: _complete(server, prompt), PROMPTS))
+        answers = list(pool.map(lambda prompt: complete(server, prompt, TOKENS), PROMPTS))
     model = demo_model()
     for prompt, answer in zip(PROMPTS, answers):
         check_greedy(model, prompt, list(answer.encode()), TIE["bfloat16"])
@@ -74,7 +64,7 @@ def test_a_second_start_of_the_server(tmp_path):
     caches["W4A8_VLLM_DECODER"] = "0"  # layers in one call are not compiled
     for start in ("first", "second"):
         with serving(VLLM, model, tmp_path / f"{start}.log", **caches) as (address, _):
-            answers.append([_complete(address, prompt) for prompt in PROMPTS])
+            answers.append([complete(address, prompt, TOKENS) for prompt in PROMPTS])
         logs.append((tmp_path / f"{start}.log").read_text())
     said = ("saved AOT compiled function", "Directly load AOT compilation", "Compiling model again")
     assert [[log.count(message) for message in said] for log in logs] == [[1, 0, 0], [0, 1, 0]]

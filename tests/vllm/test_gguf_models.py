@@ -2,7 +2,6 @@
 
 import json
 import re
-import urllib.request
 from dataclasses import dataclass
 
 import gguf_models
@@ -11,7 +10,7 @@ import pytest
 from compare import check
 from conftest import ALONE, DEFAULT_HEAD, Job, prompts, run_engines
 from gguf_models import EXPERTS, VOCAB, TinyModel
-from server import SERVE, serving
+from server import SERVE, ask, serving
 from test_gguf_files import TOKENIZER
 
 from w4a8.checkpoint.gguf_architectures import NOT_IN_VLLM
@@ -130,9 +129,8 @@ def test_server(tmp_path):
     tiny.keys |= {**TOKENIZER, "qwen3moe.context_length": 512}
     path, log = tiny.write(tmp_path), tmp_path / "serve.log"
     with serving(SERVE, path, log, VLLM_CACHE_ROOT=str(tmp_path / "cache")) as (address, _):
-        question = {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 8, "temperature": 0}
-        body, kind = json.dumps({**question, "model": "tiny"}).encode(), {"Content-Type": "application/json"}
-        request = urllib.request.Request(f"{address}/v1/chat/completions", body, kind)
-        answer = json.load(urllib.request.urlopen(request, timeout=300))
+        messages = [{"role": "user", "content": "ab"}]
+        with ask(address, "chat/completions", messages=messages, max_tokens=8) as response:
+            answer = json.load(response)
     assert answer["usage"]["prompt_tokens"] == len("<user>") + 1  # "ab" is one token
     assert re.search(r"w4a8: runs 4 linear layers \(.*\), 2 layers of experts \(", log.read_text())

@@ -1,6 +1,5 @@
 """Servers of several processes that compute: replicas, and ranks of which one is killed."""
 
-import json
 import os
 import pickle
 import re
@@ -13,20 +12,11 @@ from types import SimpleNamespace
 import pytest
 from conftest import DEFAULT_HEAD, Job, run_engines
 from example import CHECKPOINT, PROMPTS, TOKENS, with_tokenizer
-from server import SERVE, processes_of, serving, shared_files
+from server import SERVE, ask, complete, processes_of, serving, shared_files
 from vllm.config import ModelConfig
 
 from w4a8.command import main
 from w4a8.integrations.vllm import replicas
-
-
-def ask(address, prompt, tokens=TOKENS, **more):
-    question = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True, **more}
-    headers = {"Content-Type": "application/json"}
-    return urllib.request.urlopen(
-        urllib.request.Request(f"{address}/v1/completions", json.dumps(question).encode(), headers), timeout=300
-    )
-
 
 SEVERAL = {"data_parallel_size": 2, "data_parallel_external_lb": False, "data_parallel_rank_local": None}
 
@@ -64,7 +54,7 @@ def test_replicas_answer_as_one_engine(tmp_path):
     log = tmp_path / "serve.log"
     with serving(SERVE, with_tokenizer(tmp_path / "model"), log, "--data-parallel-size", "2") as (address, _):
         with ThreadPoolExecutor(len(PROMPTS)) as clients:
-            answers = clients.map(lambda prompt: json.load(ask(address, prompt))["choices"][0]["text"], PROMPTS)
+            answers = clients.map(lambda prompt: complete(address, prompt, TOKENS), PROMPTS)
             assert [list(answer.encode()) for answer in answers] == alone["outputs"]
         assert main(["verify-server", f"{address}/v1", "--requests", "120", "--prompts", "12"]) == 0
         figures = urllib.request.urlopen(f"{address}/metrics").read().decode()
@@ -83,7 +73,8 @@ def test_a_killed_rank_ends_the_server(tmp_path):
         assert main(["verify-server", f"{address}/v1", "--requests", "60", "--prompts", "6"]) == 0
         shared = shared_files(processes_of(process.pid))
         assert f"/proc/{rank}" in map(str, processes_of(process.pid))
-        with ask(address, PROMPTS[0], 450, stream=True) as answer:
+        question = {"prompt": PROMPTS[0], "max_tokens": 450, "ignore_eos": True, "stream": True}
+        with ask(address, "completions", **question) as answer:
             assert answer.readline().startswith(b"data: ")
             os.kill(int(rank), signal.SIGKILL)
             killed = time.monotonic()
