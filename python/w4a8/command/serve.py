@@ -119,7 +119,7 @@ def vllm_program(headless: bool = False) -> list[str] | None:
 
 def _executor(rest: Sequence[str]) -> list[str]:
     """The option that keeps a single rank in the engine's process, where the user and this vLLM leave that to us."""
-    alone = _ranks(rest) == 1 and _said(rest, *_NODES) == 1 and not _said(rest, _EXECUTOR, "", str)
+    alone = math.prod(_parallel(rest)) * _said(rest, *_NODES) == 1 and not _said(rest, _EXECUTOR, "", str)
     name = binding.in_process() if alone else None
     return [] if name is None else [f"--{_EXECUTOR}={name}"]
 

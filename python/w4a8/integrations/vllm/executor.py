@@ -36,15 +36,14 @@ class InProcess(UniProcExecutor):
             os.environ["OMP_NUM_THREADS"] = str(len(cpus))  # vLLM would go on with one thread of torch
             torch.set_num_threads(len(cpus))
             bind_openmp(cpus)
-        self._first = set(cpus[:1]) or allowed  # CPUs of the calling thread
-        os.sched_setaffinity(0, self._first)
+        self._first = set(cpus[:1])  # the calling thread's CPU; empty: it is where it should be
+        os.sched_setaffinity(0, self._first or allowed)
         super()._init_executor()
         os.sched_setaffinity(0, allowed)  # for threads that the engine is about to start
-        self._is_bound = False
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream's."""
-        if not self._is_bound:
+        if self._first:
             os.sched_setaffinity(0, self._first)
-            self._is_bound = True
+            self._first = set()
         return super().execute_model(*args, **kwargs)
