@@ -15,8 +15,10 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterable
+from functools import wraps
 from pathlib import Path
 from types import ModuleType
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -32,6 +34,7 @@ _FUNCTIONS = (
     "take_pages",
     "use_kernel",
 )
+_Arguments, _Result = ParamSpec("_Arguments"), TypeVar("_Result")
 _REINSTALL = "Install w4a8 again, all of it: `pip install --force-reinstall --no-deps` and its wheel or source folder"
 
 
@@ -83,6 +86,17 @@ def _load() -> ModuleType:
     if missing:
         raise ImportError(f"{module.__file__} lacks {', '.join(missing)}: it is of another version. {_REINSTALL}")
     return module
+
+
+def operator(declared: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
+    """Calls the operator of the name of ``declared``, a function of the same arguments that only documents it."""
+    name = declared.__name__
+
+    @wraps(declared)
+    def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+        return getattr(torch.ops.w4a8, name).default(*args, **kwargs)
+
+    return call
 
 
 def check_operators(wrappers: Iterable[Callable[..., object]]) -> None:

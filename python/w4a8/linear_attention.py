@@ -2,7 +2,10 @@
 
 import torch
 
+from w4a8.compiled import operator
 
+
+@operator
 def gated_delta(
     qkv: torch.Tensor,
     z: torch.Tensor,
@@ -69,31 +72,9 @@ def gated_delta(
     Returns:
         [T, value_heads * V] of the dtype of qkv.
     """
-    op = torch.ops.w4a8.gated_delta.default
-    return op(
-        qkv,
-        z,
-        ba,
-        conv_weight,
-        a,
-        dt_bias,
-        norm,
-        conv_state,
-        state,
-        slots,
-        query_start_loc,
-        fresh,
-        key_heads=key_heads,
-        value_heads=value_heads,
-        norm_eps=norm_eps,
-        gate=gate,
-        decay=decay,
-        out_slots=out_slots,
-        accepted=accepted,
-        beta_scale=beta_scale,
-    )
 
 
+@operator
 def state_space(
     xbc: torch.Tensor,
     z: torch.Tensor | None,
@@ -146,31 +127,9 @@ def state_space(
     Returns:
         [T, heads * P] of the dtype of xbc.
     """
-    op = torch.ops.w4a8.state_space.default
-    return op(
-        xbc,
-        z,
-        dt,
-        conv_weight,
-        conv_bias,
-        a,
-        dt_bias,
-        d,
-        norm,
-        conv_state,
-        state,
-        slots,
-        query_start_loc,
-        fresh,
-        groups=groups,
-        norm_eps=norm_eps,
-        norm_groups=norm_groups,
-        norm_first=norm_first,
-        out_slots=out_slots,
-        accepted=accepted,
-    )
 
 
+@operator
 def short_conv(
     bcx: torch.Tensor,
     conv_weight: torch.Tensor,
@@ -195,9 +154,6 @@ def short_conv(
     Returns:
         [T, H] of the dtype of bcx.
     """
-    op = torch.ops.w4a8.short_conv.default
-    where = slots, query_start_loc, fresh
-    return op(bcx, conv_weight, conv_bias, conv_state, *where, out_slots=out_slots, accepted=accepted)
 
 
 def layer_weights(conv_weight: torch.Tensor, a_log: torch.Tensor, dt_bias: torch.Tensor) -> dict[str, torch.Tensor]:

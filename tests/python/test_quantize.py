@@ -20,7 +20,7 @@ from torch import nn
 import w4a8
 from w4a8.core.routing import RoutingMethodType, route
 from w4a8.nn import W4A8Experts, W4A8Linear
-from w4a8.ops import DEFAULT_EFFORT
+from w4a8.packing import DEFAULT_EFFORT
 from w4a8.quantization import DEFAULT_SKIP, QuantizationError
 
 CUT = "group (block_size) is 32, expected k = 48 (channelwise), or 16 or a multiple of 32 that divides it"

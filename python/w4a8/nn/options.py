@@ -10,7 +10,7 @@ import torch
 from w4a8.core.activation_groups import check_activation_group
 from w4a8.core.kind import Kind
 from w4a8.core.matrix import GROUP_SIZES, PackedAs, is_group_size
-from w4a8.ops import DEFAULT_EFFORT
+from w4a8.packing import DEFAULT_EFFORT
 
 # The default of weights that share a scale when floats are quantized.
 DEFAULT_GROUP_SIZE = 32
