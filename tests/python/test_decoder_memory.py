@@ -114,3 +114,9 @@ def test_a_cache_that_overlaps():
     model.caches = [model.caches[0][:1].expand(9, -1, -1)]
     with pytest.raises(RuntimeError, match="w4a8::decoder_step: caches has stride 0 in dimension 0, expected at least"):
         model.step(x, [3], [3])
+
+
+def test_many_decoders_come_and_go():
+    for _ in range(20):
+        Model(layers=1).step(torch.randn(2, HIDDEN), [2], [2])
+    gc.collect()
