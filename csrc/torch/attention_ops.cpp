@@ -32,7 +32,7 @@ void check_write_types(DeviceCheck check_devices, const Tensor& key, const Tenso
 
 void check_attention_types(DeviceCheck check_devices, const Tensor& query, const Tensor& cache,
                            const Tensor& block_table, const Tensor& seq_lens, const Tensor& query_start_loc,
-                           const OptionalTensor& sinks, int64_t window) {
+                           const OptionalTensor& sinks, int64_t window, bool causal, int64_t chunk) {
   check_devices({{"query", query},
                  {"cache", cache},
                  {"block_table", block_table},
@@ -41,6 +41,7 @@ void check_attention_types(DeviceCheck check_devices, const Tensor& query, const
                  {"sinks", sinks}});
   check_rows("query", query);
   check_cache_types(cache, block_table, seq_lens, query_start_loc, window);
+  W4A8_CHECK(chunk == 0 || (chunk > 0 && causal), "chunk is ", chunk, ", expected 0 (none), or more with causal");
   if (!sinks.has_value()) return;
   W4A8_CHECK(is_floating(type_of(*sinks)), "sinks has dtype ", type_of(*sinks), ", expected a floating point type");
   W4A8_CHECK(sinks->dim() == 1, "sinks has ", sinks->dim(), " dimensions, expected [heads]");
@@ -103,8 +104,8 @@ void attention_write_meta(const Tensor& key, const Tensor& value, const Tensor& 
 
 Tensor attention_cpu(const Tensor& query, const Tensor& cache, const Tensor& block_table, const Tensor& seq_lens,
                      const Tensor& query_start_loc, double scale, Text kind, Optional<int64_t> value_size, bool causal,
-                     int64_t window, double soft_cap, const OptionalTensor& sinks) {
-  check_attention_types(check_cpu, query, cache, block_table, seq_lens, query_start_loc, sinks, window);
+                     int64_t window, double soft_cap, const OptionalTensor& sinks, int64_t chunk) {
+  check_attention_types(check_cpu, query, cache, block_table, seq_lens, query_start_loc, sinks, window, causal, chunk);
   const CacheShape shape = {kind_of(kind), query.size(2), value_size.value_or(query.size(2))};
   const int64_t heads = query.size(1);
   W4A8_CHECK(cache.size(1) > 0 && heads % cache.size(1) == 0, "query has ", heads, " heads, expected a multiple of ",
@@ -137,16 +138,17 @@ Tensor attention_cpu(const Tensor& query, const Tensor& cache, const Tensor& blo
                            cap,
                            window,
                            causal,
-                           sinks.has_value() ? input_data<float>(sink_scores) : nullptr};
+                           sinks.has_value() ? input_data<float>(sink_scores) : nullptr,
+                           chunk};
   AtenParallel parallel;
   attend(op_kernel(), parallel, thread_workspace(), paged, queries, output_data(out));
   return out;
 }
 
 Tensor attention_meta(const Tensor& query, const Tensor& cache, const Tensor& block_table, const Tensor& seq_lens,
-                      const Tensor& query_start_loc, double scale, Text kind, Optional<int64_t> value_size,
-                      bool /*causal*/, int64_t window, double soft_cap, const OptionalTensor& sinks) {
-  check_attention_types(check_meta, query, cache, block_table, seq_lens, query_start_loc, sinks, window);
+                      const Tensor& query_start_loc, double scale, Text kind, Optional<int64_t> value_size, bool causal,
+                      int64_t window, double soft_cap, const OptionalTensor& sinks, int64_t chunk) {
+  check_attention_types(check_meta, query, cache, block_table, seq_lens, query_start_loc, sinks, window, causal, chunk);
   std::vector<SymSize> sizes = sym_sizes_of(query);
   if (value_size.has_value()) sizes[2] = *value_size;
   check_cache_shape({kind_of(kind), known_size(sym_sizes_of(query)[2]), known_size(sizes[2])});

@@ -218,7 +218,8 @@ void decoder_add_attention_cpu(const Tensor& decoder, Tensors qkv, const Tensor&
                                const OptionalTensor& qkv_bias, const OptionalTensor& out_bias, bool gated,
                                const OptionalTensor& q_up, const OptionalTensor& k_up, const OptionalTensor& v_up,
                                const OptionalTensor& kv_up, Optional<double> qk_norm_eps, bool turn_first,
-                               const OptionalTensor& v_norm, Text projected) {
+                               const OptionalTensor& v_norm, Text projected, int64_t chunk,
+                               Optional<int64_t> query_rope) {
   const DecoderUse found(decoder);
   LayerPlan& layer = last_layer(*found, "without attention");
   W4A8_CHECK(!layer.attends(), "the last layer of decoder has attention, expected one without");
@@ -230,7 +231,10 @@ void decoder_add_attention_cpu(const Tensor& decoder, Tensors qkv, const Tensor&
              kMostLatentSize);
   W4A8_CHECK(window >= 0, "window is ", window, ", expected 0 (none) or more");
   W4A8_CHECK(!drops_pages || window > 0, "drops_pages is true and window is 0, expected a window");
-  W4A8_CHECK(rope >= -1, "rope is ", rope, ", expected -1 (none) or the number of a table");
+  W4A8_CHECK(chunk >= 0, "chunk is ", chunk, ", expected 0 (none) or more");
+  for (const auto& [name, table] : {std::pair("rope", rope), std::pair("query_rope", query_rope.value_or(rope))}) {
+    W4A8_CHECK(table >= -1, name, " is ", table, ", expected -1 (none) or the number of a table");
+  }
 
   AttentionPlan attention;
   attention.heads = heads;
@@ -242,7 +246,8 @@ void decoder_add_attention_cpu(const Tensor& decoder, Tensors qkv, const Tensor&
   attention.projected = projected_of(projected);
   if (attention.kind == CacheKind::kLatent) {
     W4A8_CHECK(!qkv_bias.has_value(), "qkv_bias is given, expected none for a cache of kind 'latent'");
-    W4A8_CHECK(window == 0, "window is ", window, ", expected 0 for a cache of kind 'latent'");
+    W4A8_CHECK(window == 0 && chunk == 0, "window is ", window, " and chunk ", chunk,
+               ", expected 0 for a cache of kind 'latent'");
     W4A8_CHECK(!gated, "gated is true, expected false for a cache of kind 'latent'");
     W4A8_CHECK(!turn_first, "turn_first is true, expected false for a cache of kind 'latent'");
     W4A8_CHECK(attention.projected == Projected::kQkv && !v_norm.has_value(), "projected is '", projected,
@@ -256,11 +261,13 @@ void decoder_add_attention_cpu(const Tensor& decoder, Tensors qkv, const Tensor&
   check_count("out_bias", out_bias, hidden);
   attention.out_bias = found->keep_floats("out_bias", out_bias);
   attention.rope = rope;
+  attention.query_rope = query_rope.value_or(rope);
   attention.interleaved = interleaved;
   attention.turns_first = turn_first;
   attention.scale = finite_number("scale", scale);
   attention.soft_cap = soft_cap_of(soft_cap);
   attention.window = window;
+  attention.chunk = chunk;
   attention.drops_pages = drops_pages;
   check_count("sinks", sinks, heads);
   attention.sinks = found->keep_floats("sinks", sinks);
@@ -277,7 +284,7 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
                              Optional<double> alpha, Optional<double> beta, const OptionalTensor& input_norm,
                              const OptionalTensor& router_norm, const OptionalTensor& output_norm,
                              const OptionalTensor& shared_norm, const OptionalTensor& expert_factors,
-                             const OptionalTensor& expert_map) {
+                             const OptionalTensor& expert_map, bool apply_router_weight_on_input) {
   const DecoderUse found(decoder);
   check_cpu({{"router", router},
              {"router_bias", router_bias},
@@ -313,6 +320,7 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
   plan.routing.bias = found->keep_floats("e_score_correction_bias", e_score_correction_bias);
   plan.router = float_matrix(*found, "router", router, experts, hidden);
   plan.router_bias = found->keep_floats("router_bias", router_bias);
+  plan.weight_on_input = apply_router_weight_on_input;
   plan.shared_gate = found->keep_floats("shared_gate", shared_gate);
   check_count("expert_factors", expert_factors, experts);
   plan.factors = found->keep_floats("expert_factors", expert_factors);

@@ -163,12 +163,14 @@ struct StepRopes {
     }
     for (const LayerPlan& layer : plan.layers) {
       const AttentionPlan& attention = layer.attention;
-      if (!layer.attends() || attention.rope < 0) continue;
-      W4A8_CHECK(attention.rope < static_cast<int64_t>(tables.size()), "ropes has ", tables.size(),
-                 " tables, expected more than ", attention.rope, ", which a layer asks for");
-      const int64_t turned = 2 * tables[static_cast<std::size_t>(attention.rope)].half;
-      W4A8_CHECK(turned <= attention.turned_size(), "ropes turn ", turned, " numbers of a head, expected at most ",
-                 attention.turned_size());
+      for (const int64_t rope : {attention.rope, attention.query_rope}) {
+        if (!layer.attends() || rope < 0) continue;
+        W4A8_CHECK(rope < static_cast<int64_t>(tables.size()), "ropes has ", tables.size(),
+                   " tables, expected more than ", rope, ", which a layer asks for");
+        const int64_t turned = 2 * tables[static_cast<std::size_t>(rope)].half;
+        W4A8_CHECK(turned <= attention.turned_size(), "ropes turn ", turned, " numbers of a head, expected at most ",
+                   attention.turned_size());
+      }
     }
   }
   std::vector<Tensor> angles;

@@ -128,9 +128,10 @@ void paged_attention_write(const at::Tensor& key, const at::Tensor& value, at::T
 at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& cache, const at::Tensor& block_table,
                            const at::Tensor& seq_lens, const at::Tensor& query_start_loc, double scale,
                            c10::string_view kind, c10::optional<int64_t> value_size, bool causal, int64_t window,
-                           double soft_cap, const c10::optional<at::Tensor>& sinks) {
-  return op<"paged_attention", decltype(attention_cpu)>().call(
-      query, cache, block_table, seq_lens, query_start_loc, scale, kind, value_size, causal, window, soft_cap, sinks);
+                           double soft_cap, const c10::optional<at::Tensor>& sinks, int64_t chunk) {
+  return op<"paged_attention", decltype(attention_cpu)>().call(query, cache, block_table, seq_lens, query_start_loc,
+                                                               scale, kind, value_size, causal, window, soft_cap, sinks,
+                                                               chunk);
 }
 
 RoundedTensors round_weights(const at::Tensor& weights, int64_t block_size, c10::string_view values, bool zero_points,

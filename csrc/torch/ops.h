@@ -86,7 +86,7 @@ void attention_write_cpu(const Tensor& key, const Tensor& value, const Tensor& c
 decltype(attention_write_cpu) attention_write_meta;
 Tensor attention_cpu(const Tensor& query, const Tensor& cache, const Tensor& block_table, const Tensor& seq_lens,
                      const Tensor& query_start_loc, double scale, Text kind, Optional<int64_t> value_size, bool causal,
-                     int64_t window, double soft_cap, const OptionalTensor& sinks);
+                     int64_t window, double soft_cap, const OptionalTensor& sinks, int64_t chunk);
 decltype(attention_cpu) attention_meta;
 
 Tensor gated_delta_cpu(const Tensor& qkv, const Tensor& z, const Tensor& ba, const Tensor& conv_weight, const Tensor& a,
@@ -121,7 +121,8 @@ void decoder_add_attention_cpu(const Tensor& decoder, Tensors qkv, const Tensor&
                                const OptionalTensor& qkv_bias, const OptionalTensor& out_bias, bool gated,
                                const OptionalTensor& q_up, const OptionalTensor& k_up, const OptionalTensor& v_up,
                                const OptionalTensor& kv_up, Optional<double> qk_norm_eps, bool turn_first,
-                               const OptionalTensor& v_norm, Text projected);
+                               const OptionalTensor& v_norm, Text projected, int64_t chunk,
+                               Optional<int64_t> query_rope);
 void decoder_add_linear_attention_cpu(const Tensor& decoder, Tensors projections, const OptionalTensor& gates,
                                       const Tensor& out, const Tensor& conv_weight, Text kind, int64_t key_heads,
                                       int64_t value_heads, int64_t key_size, int64_t value_size,
@@ -138,7 +139,7 @@ void decoder_add_experts_cpu(const Tensor& decoder, const Tensor& router, const 
                              Optional<double> alpha, Optional<double> beta, const OptionalTensor& input_norm,
                              const OptionalTensor& router_norm, const OptionalTensor& output_norm,
                              const OptionalTensor& shared_norm, const OptionalTensor& expert_factors,
-                             const OptionalTensor& expert_map);
+                             const OptionalTensor& expert_map, bool apply_router_weight_on_input);
 void decoder_set_factors_cpu(const Tensor& decoder, Text product, const Tensor& factors);
 void decoder_add_layer_input_cpu(const Tensor& decoder, const Tensor& gate, const Tensor& down,
                                  const OptionalTensor& norm, int64_t activation_kind);

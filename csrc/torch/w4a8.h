@@ -121,12 +121,13 @@ W4A8_EXPORT void paged_attention_write(const at::Tensor& key, const at::Tensor& 
 /// query: [T, H, D], H a multiple of KV; returns [T, H, V] of query's type. scale: factor of the scores. value_size: V,
 /// if it is not D. causal: a token sees itself and the tokens before it; else its whole sequence. window: a token sees
 /// only so many of these tokens, the last ones, itself included (not causal: to both sides); 0: all.
-/// soft_cap: scores become cap * tanh(score / cap); 0: none. sinks: floating [H], a score without a value.
+/// soft_cap: scores become cap * tanh(score / cap); 0: none. sinks: floating [H], a score without a value. chunk:
+/// causal; sequences are cut into runs of so many tokens, and a token sees its own; 0: they are not cut.
 W4A8_EXPORT at::Tensor paged_attention(const at::Tensor& query, const at::Tensor& cache, const at::Tensor& block_table,
                                        const at::Tensor& seq_lens, const at::Tensor& query_start_loc, double scale,
                                        c10::string_view kind = "int8", c10::optional<int64_t> value_size = c10::nullopt,
                                        bool causal = true, int64_t window = 0, double soft_cap = 0.0,
-                                       const c10::optional<at::Tensor>& sinks = c10::nullopt);
+                                       const c10::optional<at::Tensor>& sinks = c10::nullopt, int64_t chunk = 0);
 
 /// codes, scales, zero_points (empty unless asked for): what dyn_quant_pack_4bit_weight takes.
 using RoundedTensors = std::tuple<at::Tensor, at::Tensor, at::Tensor>;

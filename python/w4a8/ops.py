@@ -276,6 +276,7 @@ def paged_attention(
     window: int = 0,
     soft_cap: float = 0.0,
     sinks: torch.Tensor | None = None,
+    chunk: int = 0,
 ) -> torch.Tensor:
     """Attention of the last tokens of sequences over a paged cache, to which these tokens are already written.
 
@@ -290,6 +291,7 @@ def paged_attention(
         window: a token sees itself and window - 1 tokens before (not causal: window - 1 to both sides). 0: all.
         soft_cap: scores become soft_cap * tanh(score / soft_cap); up to 2**127. 0: none.
         sinks: floating point [H], one more score in the softmax of each head, without a value; or None.
+        chunk: causal alone: sequences are cut into runs of so many tokens, and a token sees its own. 0: not cut.
 
     Returns:
         [T, H, V] of the dtype of query. NaN for a row that sees a key or value that is not finite.

@@ -29,6 +29,7 @@ struct Problem {
   std::vector<int64_t> lengths = {70};
   std::vector<int64_t> fresh = {70};  // tokens of the call that is looked at, the last ones
   int64_t window = 0;
+  int64_t chunk = 0;
   bool causal = true;
   float soft_cap = 0;
   bool sinks = false;
@@ -38,8 +39,8 @@ struct Problem {
 std::string text_of(const Problem& problem) {
   return std::string(cache_kind_name(problem.shape.kind)) + " sizes " + std::to_string(problem.shape.key_size) + ", " +
          std::to_string(problem.shape.value_size) + " length " + std::to_string(problem.lengths[0]) + " fresh " +
-         std::to_string(problem.fresh[0]) + " window " + std::to_string(problem.window) +
-         (problem.causal ? "" : " all") + " cap " + std::to_string(problem.soft_cap);
+         std::to_string(problem.fresh[0]) + " window " + std::to_string(problem.window) + " chunk " +
+         std::to_string(problem.chunk) + (problem.causal ? "" : " all") + " cap " + std::to_string(problem.soft_cap);
 }
 
 // Random sequences in pages that lie anywhere, and what attention over them is.
@@ -92,8 +93,8 @@ class Sequences {
     const Call call = make_call(from, to);
     const std::vector<int32_t> whole = table_;
     // Pages that no row sees are gone, as a server frees them.
-    for (std::size_t s = 0; s < from.size() && problem_.window > 0; ++s) {
-      for (int64_t p = 0; (p + 1) * problem_.page_tokens <= from[s] - problem_.window + 1; ++p) {
+    for (std::size_t s = 0; s < from.size(); ++s) {
+      for (int64_t p = 0; (p + 1) * problem_.page_tokens <= first_seen(from[s]); ++p) {
         table_[s * static_cast<std::size_t>(width_) + static_cast<std::size_t>(p)] = -(1 << 20);
       }
     }
@@ -108,7 +109,8 @@ class Sequences {
                           problem_.soft_cap,
                           problem_.window,
                           problem_.causal,
-                          problem_.sinks ? sinks_.data() : nullptr};
+                          problem_.sinks ? sinks_.data() : nullptr,
+                          problem_.chunk};
     w4a8::attend(kernel, parallel, workspace_, paged(call), args, out.data());
     table_ = whole;
     EXPECT_TRUE(out.slack_intact());
@@ -131,7 +133,7 @@ class Sequences {
       for (int64_t t = from[s]; t < to[s]; ++t) {
         for (int64_t h = 0; h < count_heads(); ++h) {
           const int64_t length = to[s];
-          const int64_t begin = problem_.window > 0 ? std::max<int64_t>(0, t - problem_.window + 1) : 0;
+          const int64_t begin = first_seen(t);
           const int64_t end =
               problem_.causal ? t + 1 : (problem_.window > 0 ? std::min(length, t + problem_.window) : length);
           const CachedHead::Row row = {row_of(queries_, (first + t) * count_heads() + h, problem_.shape.key_size),
@@ -159,6 +161,11 @@ class Sequences {
   int64_t scratch() const { return workspace_.capacity(); }
 
  private:
+  // The first token that token t sees.
+  int64_t first_seen(int64_t t) const {
+    const int64_t of_window = problem_.window > 0 ? std::max<int64_t>(0, t - problem_.window + 1) : 0;
+    return std::max(of_window, problem_.chunk > 0 ? t - t % problem_.chunk : 0);
+  }
   static constexpr float kScale = 0.11f;
   struct Call {
     std::vector<int64_t> from;
@@ -292,6 +299,26 @@ TEST_P(AttentionTest, LengthsAndWindows) {
   }
 }
 
+TEST_P(AttentionTest, LengthsAndChunks) {
+  W4A8_TRACE_SEED();
+  Rng rng(906);
+  for (const CacheKind kind : kCacheKinds) {
+    for (const int64_t length : {1, 64, 65, 96, 129, 513, 1100}) {
+      for (const int64_t chunk : {1, 48, 64, 65, 512, 2000}) {
+        for (const int64_t window : {0, 50}) {
+          check(rng, {.shape = shape_of(kind, 16, 16),
+                      .heads = 1,
+                      .group = 2,
+                      .lengths = {length, 70},
+                      .fresh = {std::min<int64_t>(length, 2), 70},
+                      .window = window,
+                      .chunk = chunk});
+        }
+      }
+    }
+  }
+}
+
 TEST_P(AttentionTest, SoftCapsSinksPagesAndWorkers) {
   W4A8_TRACE_SEED();
   Rng rng(903);
@@ -317,8 +344,11 @@ TEST_P(AttentionTest, ChunksChangeNoBit) {
   Rng rng(904);
   for (const CacheKind kind : kCacheKinds) {
     for (const int64_t window : {0, 64, 100}) {
-      const Problem problem = {
-          .shape = shape_of(kind, 32, 32), .lengths = {203, 90}, .fresh = {203, 90}, .window = window};
+      const Problem problem = {.shape = shape_of(kind, 32, 32),
+                               .lengths = {203, 90},
+                               .fresh = {203, 90},
+                               .window = window,
+                               .chunk = window == 0 ? 0 : 80};
       SCOPED_TRACE(text_of(problem));
       Sequences sequences(rng, problem);
       SerialParallel serial;

@@ -95,6 +95,7 @@ class Sequences:
     def _row(self, b, first, n, t, h):
         window, causal = self.options.get("window", 0), self.options.get("causal", True)
         begin = max(0, t - window + 1) if window else 0
+        begin = max(begin, t - t % self.options.get("chunk", n))
         end = t + 1 if causal else (min(n, t + window) if window else n)
         key = self.key[first + begin : first + end, h // self.group].double().numpy()
         value = self.value[first + begin : first + end, h // self.group].double().numpy()

@@ -56,6 +56,8 @@ def rotate(x, angles, interleaved):
 class Steps:
     """Steps of a subclass's ``decoder`` with its ``caches`` and ``rope``."""
 
+    more_ropes = ()
+
     def tables(self, lengths, fresh):
         """Sequence b has the pages 2b + 1 and 2b + 2, of 128 tokens."""
         pages = torch.arange(1, 2 * len(lengths) + 1, dtype=torch.int32).view(-1, 2)
@@ -68,8 +70,8 @@ class Steps:
     def step(self, x, lengths, fresh, rows=None, normed=None, threads=0):
         rows = None if rows is None else torch.tensor(rows, dtype=torch.int64)
         return self.decoder.step(
-            x, self.positions(lengths, fresh), self.caches, self.tables(lengths, fresh), [self.rope], rows, normed,
-            threads, layer_inputs=self.layer_inputs(x),
+            x, self.positions(lengths, fresh), self.caches, self.tables(lengths, fresh), [self.rope, *self.more_ropes],
+            rows, normed, threads, layer_inputs=self.layer_inputs(x),
         )  # fmt: skip
 
     def layer_inputs(self, x):
@@ -110,7 +112,8 @@ class Model(Steps):
                  kind="int8", interleaved=False, turned=SIZE, head=True, activation=0, biases=False, matrices="qkv",
                  numbers=None, gated=True, centered=False, biased_norms=False, parallel=False, turn_first=False,
                  projected=("qkv",), v_norm=False, own_norms=False, output_scale=1.0, inputs=None,
-                 mlp_numbers=None, common=None, places=None, **attention):  # fmt: skip
+                 mlp_numbers=None, common=None, places=None, query_rope=False, weighs_inputs=False,
+                 **attention):  # fmt: skip
         """common: generates what all ranks have. places: of the experts, where in its stacks a rank has each, or -1."""
         shape_of_row = (2, HIDDEN) if biased_norms else (HIDDEN,)
         norm = lambda *shape: 1 + 0.2 * torch.randn(shape or shape_of_row, generator=common)  # noqa: E731
@@ -122,6 +125,8 @@ class Model(Steps):
         self.up = 2 * INNER if gated else INNER  # rows of up, or of gate and up
         self.inputs, self.output_scale = inputs, output_scale
         self.rope = torch.randn(POSITIONS, turned, generator=common)
+        self.more_ropes = [torch.randn(POSITIONS, SIZE)] if query_rope else []  # of queries
+        self.weighs_inputs = weighs_inputs
         self.norm, self.layers = norm(), []
         self.head = self.pack(VOCAB, HIDDEN, "int8") if head else None
         self.decoder = Decoder(self.norm, self.head, hidden_size=HIDDEN, eps=EPS, centered=centered)
@@ -155,7 +160,8 @@ class Model(Steps):
             self.decoder.add_layer(
                 qkv, out, gate_up, down, heads=HEADS, kv_heads=KV, head_size=SIZE, kind=kind, window=window, rope=0,
                 interleaved=interleaved, activation_kind=activation, residual=0.5, parallel=parallel,
-                turn_first=turn_first, projected=makes, output_scale=output_scale, **layer, **self.attention,
+                turn_first=turn_first, projected=makes, output_scale=output_scale,
+                query_rope=len(self.more_ropes) if query_rope else None, **layer, **self.attention,
                 **self.mlp_numbers,
             )  # fmt: skip
             parts = {"qkv": qkv, "out": out, "gate_up": gate_up, "down": down, "both": both.pack(), "makes": makes}
@@ -174,7 +180,7 @@ class Model(Steps):
                 self.decoder.add_experts(
                     parts["router"], parts["router_bias"], parts["w13"], parts["w2"], top_k=2, renormalize=True,
                     activation_kind=activation, shared_gate=parts["shared_gate"], expert_map=self.places,
-                    **self.numbers, **parts["own"],
+                    apply_router_weight_on_input=weighs_inputs, **self.numbers, **parts["own"],
                 )  # fmt: skip
             if inputs is not None:
                 sizes = ((INPUTS, HIDDEN), (HIDDEN, INPUTS))
@@ -202,7 +208,8 @@ class Model(Steps):
             normed = self.norm_of(x, layer["input_norm"])
             rows = torch.cat([matmul(normed, p, HIDDEN) for p in layer["qkv"]], 1) + layer.get("qkv_bias", 0)
             q, *kv = rows.split([HEADS * SIZE, KV * SIZE, KV * SIZE][: len(layer["makes"])], 1)
-            q = self.prepared(q.view(len(x), -1, SIZE), layer.get("q_norm"), angles)
+            of_queries = [angles, *(each[self.positions(lengths, fresh)] for each in self.more_ropes)][-1]
+            q = self.prepared(q.view(len(x), -1, SIZE), layer.get("q_norm"), of_queries)
             if kv:
                 k = self.prepared(kv[0].reshape(len(x), -1, SIZE), layer.get("k_norm"), angles)
                 v = self.norm_of(kv[-1].reshape(len(x), -1, SIZE), layer.get("v_norm"))
@@ -249,7 +256,7 @@ class Model(Steps):
             self.norm_of(rows, own[name]) if name in own else x for name in ("input_norm", "router_norm")
         )
         moe = lambda x, ids, weights, w13, w2, **numbers: w4a8.dynamic_4bit_int_moe(  # noqa: E731
-            x, ids, weights, w13, w2, HIDDEN, INNER, self.up, 0, False, self.activation, **numbers
+            x, ids, weights, w13, w2, HIDDEN, INNER, self.up, 0, self.weighs_inputs, self.activation, **numbers
         )
         y = None
         if layer["down"] is not None:
@@ -334,6 +341,8 @@ MODELS = {
     "keys of another layer": {"projected": ("qkv", "q"), "biases": True, "head_norm": "head", "v_norm": True},
     "values and whole rows": {"head_norm": "whole", "v_norm": True, "output_scale": 0.7},
     "own norms": {"experts": 4, "shared": "gated", "own_norms": True, "four_norms": True},
+    "llama 4": {"turn_first": True, "head_norm": "head", "interleaved": True, "query_rope": True, "chunk": 24},
+    "weights of inputs": {"experts": 4, "shared": "plain", "weighs_inputs": True},
     "inputs": {"inputs": "packed"},
     "inputs, floats": {"inputs": "floats", "output_scale": 1.3},
 }
@@ -353,7 +362,8 @@ def test_is_the_operators_one_by_one(name):
 @pytest.mark.parametrize(
     "name",
     ["plain", "gemma", "experts", "experts without a gate", "biases", "q and k are one", "shared, gated", "command r",
-     "keys are values", "keys of another layer", "own norms", "inputs", "inputs, floats"],
+     "keys are values", "keys of another layer", "own norms", "inputs", "inputs, floats", "llama 4",
+     "weights of inputs"],
 )  # fmt: skip
 def test_bits_depend_on_nothing_else(name, threads):
     """One token, chunks, several sequences in a call, and any number of threads."""

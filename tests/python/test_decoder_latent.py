@@ -32,6 +32,7 @@ class Model(Steps):
 
     def __init__(self, q_up=True, fused=False, dtype=torch.float32, bias=False, scale=1.0, kv_up=None, eps=None):
         self.norm, self.rope, self.layers = norm(HIDDEN), scale * torch.randn(POSITIONS, TURNED), []
+        self.more_ropes = [scale * torch.randn(POSITIONS, TURNED)]  # of queries
         self.decoder, self.eps = Decoder(self.norm, None, hidden_size=HIDDEN, eps=EPS), eps or EPS
         q_size = HEADS * (NOPE + TURNED)
         first = Q_RANK if q_up else q_size
@@ -53,7 +54,7 @@ class Model(Steps):
                 layer["kv_up"] = pack(HEADS * (NOPE + VALUE), RANK) if kv_up == "packed" else self.joined(layer)
             if bias:
                 layer["out_bias"] = torch.randn(HIDDEN)
-            self.decoder.add_layer(**layer, **NUMBERS, rope=0, interleaved=True, qk_norm_eps=eps)
+            self.decoder.add_layer(**layer, **NUMBERS, rope=0, query_rope=1, interleaved=True, qk_norm_eps=eps)
             self.layers.append(layer)
         block = w4a8.attention_block_bytes("latent", KEY, RANK)
         self.caches = [torch.full((5, 1, 2 * block), 255, dtype=torch.uint8) for _ in self.layers]
@@ -103,7 +104,7 @@ class Model(Steps):
             key = torch.cat([latent, k_pe], 2)
             cache = torch.zeros_like(self.caches[0])
             w4a8.paged_attention_write(key, key[..., :RANK], cache, *tables, kind="latent")
-            q_pe = rotate(q_pe, angles, True)
+            q_pe = rotate(q_pe, self.more_ropes[0][self.positions(lengths, lengths)], True)
             query = torch.cat([up(nope, layer["k_up"]), q_pe], 2)
             seen = w4a8.paged_attention(query, cache, *tables, NUMBERS["scale"], kind="latent", value_size=RANK)
             values = up(seen, layer["v_up"])
@@ -191,7 +192,7 @@ def test_kernels(kernel):
     ("change", "message"),
     [
         ({"kv_heads": 3}, "kv_heads is 3, expected 1 for a cache of kind 'latent'"),
-        ({"window": 5}, "window is 5, expected 0 for a cache of kind 'latent'"),
+        ({"window": 5}, "window is 5 and chunk 0, expected 0 for a cache of kind 'latent'"),
         ({"drops_pages": True}, "drops_pages is true and window is 0, expected a window"),
         ({"qkv_bias": torch.ones(Q_RANK + KEY)}, "qkv_bias is given"),
         ({"k_up": None}, "k_up is not given"),

@@ -40,7 +40,8 @@ Range visible(const PagedCache& cache, const Queries& queries, int64_t sequence,
   const int64_t length = cache.lengths[sequence];
   const int64_t position = cache.before(sequence) + token;
   const int64_t before = queries.window > 0 ? std::max<int64_t>(0, position - queries.window + 1) : 0;
-  if (queries.causal) return {before, position + 1};
+  const int64_t chunk = queries.chunk > 0 ? position / queries.chunk * queries.chunk : 0;
+  if (queries.causal) return {std::max(before, chunk), position + 1};
   const int64_t behind = queries.window > 0 ? std::min(queries.window, length - position) : length - position;
   return {before, position + behind};
 }

@@ -66,6 +66,7 @@ struct Queries {
   int64_t window;      ///< a token sees itself and window - 1 tokens before; 0: all
   bool causal;         ///< false: all tokens of its sequence (with a window: window - 1 to both sides)
   const float* sinks;  ///< [heads] a score without a value; null: none
+  int64_t chunk = 0;   ///< causal: sequences are cut into runs of so many tokens, and a token sees its own; 0: not cut
 };
 
 /// out[t, h] = softmax over the visible keys, times values: [tokens, heads, value_size] of the queries' dtype. The bits

@@ -39,7 +39,8 @@ FewExperts::FewExperts(std::vector<PackedMatrix> w13, std::vector<PackedMatrix> 
     : w13_(std::move(w13)), w2_(std::move(w2)) {}
 
 void FewExperts::run(const Kernel& kernel, Team& team, Workspace& workspace, const float* x, int64_t m, int64_t top_k,
-                     const int32_t* ids, const float* weights, Activation activation, float* out) const {
+                     const int32_t* ids, const float* weights, bool weight_on_input, Activation activation,
+                     float* out) const {
   const int64_t slots = m * top_k;
   const auto experts = static_cast<int64_t>(w13_.size());
   const int64_t hidden = w2_.front().shape.n;
@@ -125,6 +126,7 @@ void FewExperts::run(const Kernel& kernel, Team& team, Workspace& workspace, con
       [&](const QuantizedRows& rows) {
         for (int64_t t = 0; t < m; ++t) {
           int64_t first = -1;  // slot that is not skipped
+          RowQuant quant = {};
           for (int64_t slot = t * top_k; slot < (t + 1) * top_k; ++slot) {
             if (ids[slot] < 0) continue;
             const int64_t row = b.buckets.slot_row[slot];
@@ -132,11 +134,12 @@ void FewExperts::run(const Kernel& kernel, Team& team, Workspace& workspace, con
             if (first < 0) {
               first = slot;
               kernel.quantize_row(x + t * shape.k, DType::kFloat32, shape, rows.row(row));
-              continue;
+              quant = rows.quant[row];
+            } else {
+              rows.copy(b.buckets.slot_row[first], shape_of(w13_, ids[first]), row, shape);
             }
-            const int64_t same = b.buckets.slot_row[first];
-            rows.copy(same, shape_of(w13_, ids[first]), row, shape);
-            rows.quant[row] = rows.quant[same];
+            rows.quant[row] = quant;
+            if (weight_on_input) rows.quant[row].recip = quant.recip * weights[slot];
           }
         }
       },
@@ -153,8 +156,8 @@ void FewExperts::run(const Kernel& kernel, Team& team, Workspace& workspace, con
       },
       b.y, nullptr);
   for (int64_t t = 0; t < m; ++t) {
-    kernel.combine(b.y, hidden, b.buckets.slot_row + t * top_k, weights + t * top_k, top_k, hidden, DType::kFloat32,
-                   out + t * hidden);
+    kernel.combine(b.y, hidden, b.buckets.slot_row + t * top_k, weight_on_input ? nullptr : weights + t * top_k, top_k,
+                   hidden, DType::kFloat32, out + t * hidden);
   }
 }
 

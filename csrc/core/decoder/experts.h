@@ -19,10 +19,10 @@ class FewExperts {
   /// of rows, except RowShape::zero.
   FewExperts(std::vector<PackedMatrix> w13, std::vector<PackedMatrix> w2);
 
-  /// out[m, hidden] = sum over the slots of a row of weight * expert(x), as fused_moe. ids: [m, top_k]; -1 skips
-  /// a slot. m * top_k is at most kMostSlots.
+  /// out[m, hidden] = sum over the slots of a row of weight * expert(x), or of expert(weight * x), as fused_moe. ids:
+  /// [m, top_k]; -1 skips a slot. m * top_k is at most kMostSlots.
   void run(const Kernel& kernel, Team& team, Workspace& workspace, const float* x, int64_t m, int64_t top_k,
-           const int32_t* ids, const float* weights, Activation activation, float* out) const;
+           const int32_t* ids, const float* weights, bool weight_on_input, Activation activation, float* out) const;
   static constexpr int64_t kMostSlots = 128;
 
  private:

@@ -20,7 +20,7 @@ class LatentAttention : private StepWork {
     for_rows(m_, [&](int64_t r) {
       if (latent.q_up) norm_row(plan.q_norm, q_columns, q.row(r), b_.row_low + r * q_columns);
       norm_row(plan.k_norm, latent.rank, k.row(r), k.row(r));
-      turn(plan, r, k.row(r) + latent.rank);
+      turn(plan, plan.rope, r, k.row(r) + latent.rank);
     });
     if (latent.q_up) {
       q = {b_.q, plan.q_size()};
@@ -29,7 +29,8 @@ class LatentAttention : private StepWork {
     const NewTokens tokens = {k.data, k.data, k.stride, plan.head_size, k.stride, plan.head_size, DType::kFloat32};
     write_cache(kernel_, team_, cache, tokens, 0);
     for_rows(m_, [&](int64_t r) {
-      for (int64_t h = 0; h < plan.heads; ++h) turn(plan, r, q.row(r) + h * plan.q_stride() + latent.nope);
+      float* const turned = q.row(r) + latent.nope;
+      for (int64_t h = 0; h < plan.heads; ++h) turn(plan, plan.query_rope, r, turned + h * plan.q_stride());
     });
     for (const SequenceRun& run : runs) {
       const FloatRows of_run = {q.row(run.row), q.stride};

@@ -83,12 +83,14 @@ struct AttentionPlan {
   bool norms_whole_rows = false;
   bool norms_apart = false;  ///< the norm of each head has weights of its own
   bool turns_first = false;  ///< q and k are turned in front of their norms
-  int64_t rope = -1;         ///< which of the tables of a step; -1: none
+  int64_t rope = -1;         ///< which of the tables of a step turns keys; -1: none
+  int64_t query_rope = -1;   ///< likewise queries; its cosines and sines may have factors
   bool interleaved = false;  ///< pairs that are turned are neighbours, else halves
   CacheKind kind = CacheKind::kInt8;
   float scale = 1.0f;
   float soft_cap = 0.0f;
   int64_t window = 0;            ///< 0: none
+  int64_t chunk = 0;             ///< as Queries::chunk
   bool drops_pages = false;      ///< pages in front of the window may be gone
   const float* sinks = nullptr;  ///< [heads]
   LatentPlan latent;
@@ -171,6 +173,7 @@ struct ExpertsPlan {
   int64_t intermediate = 0;
   bool gated = true;
   Activation activation = ActivationKind::kSilu;
+  bool weight_on_input = false;        ///< as MoeArgs
   const float* shared_gate = nullptr;  ///< [hidden]: factor sigmoid(x * gate) of LayerPlan::mlp's output; null: 1
   bool norms_results() const { return after || after_shared; }  ///< of experts or of the shared one, by itself
 };

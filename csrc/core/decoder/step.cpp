@@ -95,7 +95,7 @@ class Step : private StepWork {
     if (plan.projected != Projected::kQ) write_keys(plan, cache);
     for_rows(m_, [&](int64_t r) {
       if (plan.qkv_bias != nullptr) add_scaled(plan.qkv_bias, 1.0f, plan.q_size(), q.row(r));
-      prepare_heads(plan, plan.q_norm, plan.heads, plan.q_stride(), r, q.row(r));
+      prepare_heads(plan, plan.q_norm, plan.query_rope, plan.heads, plan.q_stride(), r, q.row(r));
     });
     look_up(plan, cache, q, plan.q_stride(), b_.attended);
     if (plan.gated) gate_heads(plan, q);
@@ -130,7 +130,7 @@ class Step : private StepWork {
         if (has_values) add_scaled(bias + size, 1.0f, size, v.row(r));
       }
       if (!has_values) std::copy_n(k.row(r), size, v.row(r));
-      prepare_heads(plan, plan.k_norm, plan.kv_heads, plan.head_size, r, k.row(r));
+      prepare_heads(plan, plan.k_norm, plan.rope, plan.kv_heads, plan.head_size, r, k.row(r));
       norm_runs(plan.v_norm, plan.kv_heads, plan.head_size, plan.head_size, v.row(r));
     });
     const NewTokens tokens = {k.data, v.data, k.stride, plan.head_size, v.stride, plan.head_size, DType::kFloat32};
@@ -174,19 +174,19 @@ class Step : private StepWork {
   }
 
   // Norms and turns q or k of one token, heads `stride` apart.
-  void prepare_heads(const AttentionPlan& plan, const NormPlan& norm, int64_t heads, int64_t stride, int64_t r,
-                     float* x) const {
-    if (plan.turns_first) turn_heads(plan, heads, stride, r, x);
+  void prepare_heads(const AttentionPlan& plan, const NormPlan& norm, int64_t rope, int64_t heads, int64_t stride,
+                     int64_t r, float* x) const {
+    if (plan.turns_first) turn_heads(plan, rope, heads, stride, r, x);
     if (plan.norms_whole_rows) {
       if (!plan_.norms_over_ranks(plan)) norm_runs(norm, 1, heads * plan.head_size, 0, x);
     } else {
       norm_runs(norm, heads, plan.head_size, stride, x, plan.norms_apart ? plan.head_size : 0);
     }
-    if (!plan.turns_first) turn_heads(plan, heads, stride, r, x);
+    if (!plan.turns_first) turn_heads(plan, rope, heads, stride, r, x);
   }
 
-  void turn_heads(const AttentionPlan& plan, int64_t heads, int64_t stride, int64_t r, float* x) const {
-    for (int64_t h = 0; h < heads; ++h) turn(plan, r, x + h * stride);
+  void turn_heads(const AttentionPlan& plan, int64_t rope, int64_t heads, int64_t stride, int64_t r, float* x) const {
+    for (int64_t h = 0; h < heads; ++h) turn(plan, rope, r, x + h * stride);
   }
 
   void mlp(const MlpPlan& plan, float* out) {
@@ -250,7 +250,8 @@ class Step : private StepWork {
   void run_experts(const ExpertsPlan& plan, const float* x) {
     const int64_t top_k = plan.routing.top_k;
     if (m_ <= kFewRows && m_ * top_k <= FewExperts::kMostSlots) {
-      return plan.few.run(kernel_, team_, workspace_, x, m_, top_k, b_.ids, b_.weights, plan.activation, b_.y);
+      return plan.few.run(kernel_, team_, workspace_, x, m_, top_k, b_.ids, b_.weights, plan.weight_on_input,
+                          plan.activation, b_.y);
     }
     MoeArgs moe;
     moe.x = x;
@@ -268,6 +269,7 @@ class Step : private StepWork {
     moe.intermediate = plan.intermediate;
     moe.gated = plan.gated;
     moe.group = kAnyGroup;
+    moe.weight_on_input = plan.weight_on_input;
     moe.activation = plan.activation;
     fused_moe(kernel_, team_, workspace_, moe);
   }

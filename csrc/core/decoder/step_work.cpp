@@ -38,14 +38,14 @@ void StepWork::multiply_rows(const DotTile& tile, int64_t heads, int64_t x_step,
 
 void StepWork::look_up(const AttentionPlan& plan, const PagedCache& cache, FloatRows q, int64_t head_stride,
                        float* out) {
-  const Queries queries = {q.data,     q.stride,      head_stride, plan.heads, DType::kFloat32,
-                           plan.scale, plan.soft_cap, plan.window, true,       plan.sinks};
+  const Queries queries = {q.data,        q.stride,    head_stride, plan.heads, DType::kFloat32, plan.scale,
+                           plan.soft_cap, plan.window, true,        plan.sinks, plan.chunk};
   attend(kernel_, team_, workspace_, cache, queries, out);
 }
 
-void StepWork::turn(const AttentionPlan& plan, int64_t r, float* x) const {
-  if (plan.rope < 0) return;
-  const RopeTable& table = args_.ropes[plan.rope];
+void StepWork::turn(const AttentionPlan& plan, int64_t rope, int64_t r, float* x) const {
+  if (rope < 0) return;
+  const RopeTable& table = args_.ropes[rope];
   rotate(table.angles + args_.positions[r] * (2 * table.half), table.half, plan.interleaved, x);
 }
 

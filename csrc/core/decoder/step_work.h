@@ -46,8 +46,8 @@ class StepWork {
   // Softmax of the queries over the cache, times values: out.
   void look_up(const AttentionPlan& plan, const PagedCache& cache, FloatRows q, int64_t head_stride, float* out);
 
-  // Turns one head of one token.
-  void turn(const AttentionPlan& plan, int64_t r, float* x) const;
+  // Turns one head of one token by a table, if there is one.
+  void turn(const AttentionPlan& plan, int64_t rope, int64_t r, float* x) const;
 
   const Kernel& kernel_;
   Team& team_;
