@@ -35,8 +35,7 @@ MODELS = {
         "layer_types": [SLIDING, FULL, SLIDING], "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
     },
 }  # fmt: skip
-# Some layers, or all, are not packed.
-OTHERS = {
+OTHERS = {  # beside Llama 4, some layers or all are not packed
     "Llama4": {
         "num_local_experts": 4, "intermediate_size_mlp": 96, "head_dim": 32, "attention_chunk_size": 48,
         "layer_types": ["chunked_attention", FULL, "chunked_attention"],
@@ -160,6 +159,7 @@ def test_near_stock_is_a_measure(monkeypatch):
         ("Gemma2", {"soft_cap": 0.0}),
         ("GptOss", {"sinks": None}),
         ("GptOss", {"window": 0}),
+        ("Llama4", {"chunk": 0}),
     ):
         model = make_model(name)
         ids, mask = padded()

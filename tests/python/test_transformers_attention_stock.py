@@ -10,7 +10,7 @@ from test_transformers_attention import MODELS, make_model, padded, step_by_step
 from transformers import DynamicCache, masking_utils  # noqa: E402
 
 from w4a8.integrations.transformers import W4A8Cache  # noqa: E402
-from w4a8.integrations.transformers.attention import window_of  # noqa: E402
+from w4a8.integrations.transformers.attention import reach_of  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -97,11 +97,11 @@ def test_which_masks_are_known():
     chunked = masking_utils.chunked_causal_mask_function(9, torch.zeros(1))
     both_ways = masking_utils.sliding_window_bidirectional_mask_function(9)
     others = [
-        chunked, both_ways, masking_utils.or_masks(causal, sliding), masking_utils.and_masks(causal, sliding),
+        both_ways, masking_utils.or_masks(causal, sliding), masking_utils.and_masks(causal, sliding),
         masking_utils.and_masks(sliding, causal), masking_utils.bidirectional_mask_function, lambda *_: True,
     ]  # fmt: skip
-    assert window_of(causal) == 0 and window_of(sliding) == 9
-    assert [window_of(function) for function in others] == [None] * len(others)
+    assert reach_of(causal) == {} and reach_of(sliding) == {"window": 9} and reach_of(chunked) == {"chunk": 9}
+    assert [reach_of(function) for function in others] == [None] * len(others)
 
 
 def test_a_model_that_looks_at_the_mask():
@@ -112,7 +112,7 @@ def test_a_model_that_looks_at_the_mask():
     want = mask(config, embeddings, padding, None)
     config._attn_implementation = "w4a8"
     for given in (mask(config, embeddings, padding, None), mask(config, embeddings, padding.bool(), None)):
-        assert given.window == 0 and given.shape == (2, 1, 5, 5) and given.dtype == torch.bool
+        assert given.reach == {} and given.shape == (2, 1, 5, 5) and given.dtype == torch.bool
         assert torch.equal(given[:, :, 1:], want[:, :, 1:]) and torch.equal(given.contiguous(), want)
     whole = mask(config, embeddings, torch.ones(2, 5), None)
     assert whole.stock is None and torch.equal(whole[0, 0], torch.ones(5, 5, dtype=torch.bool).tril())

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import and_masks, causal_mask_function, sdpa_mask, sliding_window_overlay
+from transformers.masking_utils import (
+    and_masks,
+    causal_mask_function,
+    chunked_overlay,
+    sdpa_mask,
+    sliding_window_overlay,
+)
 from transformers.utils import logging
 
 import w4a8
@@ -22,7 +28,11 @@ logger = logging.get_logger(__name__)
 NAME = "w4a8"
 # Functions made by one `def` share its code.
 _BOTH = and_masks(causal_mask_function).__code__
-_SLIDING = sliding_window_overlay(1).__code__
+# An overlay of the causal mask: the function that makes it, the variable with its number, and the operator's argument.
+_OVERLAYS = (
+    (sliding_window_overlay(1).__code__, "sliding_window", "window"),
+    (chunked_overlay(1, torch.zeros(1)).__code__, "chunk_size", "chunk"),
+)
 
 
 class Mask:
@@ -31,13 +41,13 @@ class Mask:
     Any other use by a model makes the mask.
 
     Args:
-        window: tokens that a token sees, itself included; 0: all before it; None: another mask.
+        reach: what a token sees of those before it, arguments of the operator (:func:`reach_of`); None: another mask.
         arguments: of ``sdpa_mask``.
         last: of so many last queries; 0: of all.
     """
 
-    def __init__(self, window: int | None, arguments: dict[str, Any], last: int = 0) -> None:
-        self.window, self.padding, self.arguments, self.last = window, arguments["attention_mask"], arguments, last
+    def __init__(self, reach: dict[str, int] | None, arguments: dict[str, Any], last: int = 0) -> None:
+        self.reach, self.padding, self.arguments, self.last = reach, arguments["attention_mask"], arguments, last
 
     @cached_property
     def stock(self) -> torch.Tensor | None:
@@ -55,7 +65,7 @@ class Mask:
 
     def __getitem__(self, index: Any) -> Mask | torch.Tensor:
         last = _last_queries(index)
-        return self._whole()[index] if last is None else Mask(self.window, self.arguments, last)
+        return self._whole()[index] if last is None else Mask(self.reach, self.arguments, last)
 
 
 def _last_queries(index: Any) -> int | None:
@@ -68,13 +78,16 @@ def _last_queries(index: Any) -> int | None:
     return -rows.start if is_end and (rows.stop, rows.step) == (None, None) else None
 
 
-def window_of(function: Callable[..., Any]) -> int | None:
-    """The sliding window of a mask function; 0: a causal mask without a window; None: another mask."""
+def reach_of(function: Callable[..., Any]) -> dict[str, int] | None:
+    """``window`` or ``chunk`` of a mask function; {}: a causal mask with neither; None: another mask."""
     if function is causal_mask_function:
-        return 0
+        return {}
     parts = _enclosed(function, _BOTH).get("mask_functions", ())
     if len(parts) == 2 and parts[1] is causal_mask_function:
-        return _enclosed(parts[0], _SLIDING).get("sliding_window")
+        for code, name, argument in _OVERLAYS:
+            found = _enclosed(parts[0], code)
+            if found:
+                return {argument: found[name]}
     return None
 
 
@@ -108,7 +121,7 @@ def make_mask(
     whole = isinstance(q_offset, int) and kv_offset == 0 and kv_length == q_offset + q_length
     if not whole or "allow_is_bidirectional_skip" in kwargs:
         return sdpa_mask(**arguments)
-    return Mask(window_of(mask_function), arguments)
+    return Mask(reach_of(mask_function), arguments)
 
 
 def attend(
@@ -149,7 +162,7 @@ def attend(
         return out
     if kwargs.get("output_attentions", False):
         logger.warning_once("attention w4a8 has no weights to return: output_attentions=True needs eager attention")
-    window = kwargs.get("sliding_window") if mask is None else mask.window
+    reach = {"window": kwargs.get("sliding_window") or 0} if mask is None else mask.reach
     step = key.write(None if mask is None else mask.padding)
     asked, fresh = query.shape[2], key.key.shape[2]
     if asked < fresh:  # a layer with the keys of another, of a prompt whose last results alone are wanted
@@ -162,7 +175,7 @@ def attend(
         size**-0.5 if scaling is None else scaling,
         kind=key.layer.kind,
         value_size=key.layer.value_size,
-        window=window or 0,
+        **reach,
         soft_cap=kwargs.get("softcap") or 0.0,
         sinks=kwargs.get("s_aux"),
     )
@@ -177,8 +190,8 @@ def _reason(
     """Why the operator cannot compute this attention, or None."""
     if mask is None and not _is_causal(module, kwargs):
         return "attention that is not causal"
-    if mask is not None and getattr(mask, "window", None) is None:
-        return "a mask that is neither causal nor a sliding window"
+    if mask is not None and getattr(mask, "reach", None) is None:
+        return "a mask that is neither causal nor a sliding window nor chunks"
     if kwargs.get("position_bias") is not None:
         return "a bias for positions"
     return "dropout" if dropout else None
@@ -214,8 +227,9 @@ def attention_problems() -> list[str]:
     needed = ("q_length", "kv_length", "q_offset", "kv_offset", "mask_function", "allow_is_causal_skip")
     found = missing("sdpa_mask", needed, parameters(sdpa_mask))
     sliding = and_masks(sliding_window_overlay(7), causal_mask_function)
-    if (window_of(causal_mask_function), window_of(sliding)) != (0, 7):
-        found.append("masks of sliding windows are not what and_masks makes")
+    chunks = and_masks(chunked_overlay(5, torch.zeros(1)), causal_mask_function)
+    if [reach_of(each) for each in (causal_mask_function, sliding, chunks)] != [{}, {"window": 7}, {"chunk": 5}]:
+        found.append("masks of sliding windows and of chunks are not what and_masks makes")
     return found
 
 

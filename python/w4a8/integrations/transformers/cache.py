@@ -345,13 +345,13 @@ class PackedHybridLayer(LinearAttentionLayer, PackedLayer):
 
 
 class W4A8Cache(Cache):
-    """Keys and values of full and sliding attention, packed; other layers are as in ``DynamicCache``.
+    """Keys and values of full, sliding and chunked attention, packed; other layers are as in ``DynamicCache``.
 
     Of latent attention, the latent rows that layers in one call write (:func:`fuse`), in bfloat16.
 
     Only attention ``w4a8`` can read the cache: ``model.set_attn_implementation("w4a8")``. Each row of the batch is a
     sequence of its own length. Padding is never kept, and a sliding window counts tokens. Layers with a sliding window
-    keep all tokens too, so that ``crop`` can go back by any number. Rows of beams share full pages.
+    or chunks keep all tokens too, so that ``crop`` can go back by any number. Rows of beams share full pages.
 
     Args:
         config: of the model.
@@ -366,9 +366,9 @@ class W4A8Cache(Cache):
             raise ValueError(f"kind is {kind!r}, expected 'int8' or 'bfloat16'")
         self.kind, self.pages = kind, Pages()
         layers, text = DynamicCache(config=config).layers, config.get_text_config(decoder=True)
-        stock, is_latent = _left_alone(text, len(layers)), getattr(text, "kv_lora_rank", None) is not None
+        is_latent = getattr(text, "kv_lora_rank", None) is not None
         for i, layer in enumerate(layers):
-            if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) and not stock[i]:
+            if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
                 layers[i] = LatentLayer(self.pages) if is_latent else PackedLayer(self.pages, kind)
             elif type(layer) is LinearAttentionAndFullAttentionLayer:
                 layers[i] = PackedHybridLayer(self.pages, kind, len(layer.conv_states))
@@ -438,12 +438,3 @@ def token_rows(states: torch.Tensor, step: Step) -> torch.Tensor:
     """[B, heads, q, D] as [tokens, heads, D], without padding."""
     rows = states.transpose(1, 2).flatten(0, 1)
     return rows if step.rows is None else rows[step.rows]
-
-
-def _left_alone(config: Any, layers: int) -> list[bool]:
-    """Which layers the operator cannot run: chunked attention, and layers with other states than keys and values."""
-    types = getattr(config, "layer_types", None)
-    if types is not None:
-        return [kind == "chunked_attention" for kind in types]
-    chunk = getattr(config, "attention_chunk_size", None)
-    return [chunk is not None and getattr(config, "sliding_window", None) is None] * layers
