@@ -181,6 +181,12 @@ FAMILIES = {
     "mistral": Family(
         "mistral.Mistral", ("llama.LlamaMLP", "MLP"), nothing=("do_llama_4_scaling", "ada_rms_norm_t_cond")
     ),
+    "llama4_text": Family(
+        interleaved=True,
+        turn_first=True,
+        shared=("shared_expert", ""),
+        names={"mlp": "feed_forward", "q_norm": "qk_norm", "k_norm": "qk_norm"},
+    ),
     "qwen2": Family("qwen2.Qwen2", nothing=_CHUNKED),
     "qwen3": Family("qwen3.Qwen3", ("qwen2.Qwen2MLP",), nothing=_CHUNKED),
     "qwen2_moe": Family(

@@ -10,6 +10,17 @@ import torch
 FIXED = ("default", "linear", "llama3", "yarn", "proportional")
 
 
+def for_queries(table: torch.Tensor, every: int, scale: float, ahead: int = 0) -> torch.Tensor:
+    """A table of angles, times the factor ``1 + scale * log(1 + floor((position + ahead) / every))`` of a query."""
+    steps = torch.div(torch.arange(len(table)) + ahead, every, rounding_mode="floor")
+    return table * (1 + scale * steps.float().log1p())[:, None]
+
+
+def unturned(positions: int, size: int) -> torch.Tensor:
+    """Angles by which a head of ``size`` channels stays as it is."""
+    return torch.tensor([[1.0], [0.0]]).repeat(1, size // 2).view(1, size).repeat(positions, 1)
+
+
 def angles(rotary: Any, positions: int, layer_type: str | None) -> torch.Tensor:
     """Float32 [positions, 2 * half]: cosines, then sines.
 

@@ -15,7 +15,7 @@ from w4a8.core.families import FAMILIES
 from w4a8.core.matrix import matrix_of
 from w4a8.core.product_factors import product_factors
 from w4a8.decoder import Decoder
-from w4a8.integrations.rotary import FIXED, angles
+from w4a8.integrations.rotary import FIXED, angles, for_queries, unturned
 from w4a8.integrations.transformers.linear_attention import operator_of
 from w4a8.nn.experts import W4A8Experts
 from w4a8.nn.hooks import computes_more
@@ -122,6 +122,7 @@ class Stack:
             elif rope == "dynamic":
                 self.limit = min(self.limit, config.max_position_embeddings)
         self.has_inputs = False  # of each layer
+        self.query_tables: list[tuple[int, int, int, float]] = []  # head size, and arguments of for_queries
         for layer, layer_type in zip(layers, types):
             self._add(layer, layer_type, self.rope_types.index(layer_type) if by_type else 0)
         attentions = [each for each in map(self._attention_of, layers) if each is not None]
@@ -262,6 +263,7 @@ class Stack:
         """The fields of ``Decoder.add_layer`` for attention."""
         config, family = self.config, self.family
         window = (config.sliding_window or 0) if layer_type == "sliding_attention" else 0
+        chunk = config.attention_chunk_size if layer_type == "chunked_attention" else 0
         turns = getattr(attention, "use_rope", True) and self.rotary is not None
         if family.turns_windows_alone and config.sliding_window is not None:
             turns = window > 0
@@ -280,8 +282,10 @@ class Stack:
             "scale": float(attention.scaling),
             "kind": self.kind,
             "window": window,
+            "chunk": chunk,
             "soft_cap": float(getattr(attention, "attn_logit_softcapping", None) or 0.0),
             "rope": rope if turns else -1,
+            "query_rope": rope if turns else self._query_rope(attention),
             "interleaved": family.interleaved,
             "gated": family.gated,
             "turn_first": family.turn_first,
@@ -292,6 +296,15 @@ class Stack:
         if getattr(attention, "sinks", None) is not None:
             fields["sinks"] = attention.sinks.detach()
         return fields
+
+    def _query_rope(self, attention: Any) -> int:
+        """The table of queries that are not turned, but may have factors by their position; -1: none."""
+        if not getattr(attention, "attn_temperature_tuning", False):
+            return -1
+        table = (attention.head_dim, int(attention.floor_scale), float(attention.attn_scale), 1)
+        if table not in self.query_tables:
+            self.query_tables.append(table)
+        return len(self.rope_types) + self.query_tables.index(table)
 
     def _latent(self, attention: Any) -> dict[str, Any]:
         """The fields of ``Decoder.add_layer`` for latent attention (MLA)."""
@@ -351,6 +364,7 @@ class Stack:
             matrix.weight.detach(), None if bias is None else bias.detach(), experts.w13_packed, experts.w2_packed,
             top_k=top_k, activation_kind=int(experts.activation),
             shared_gate=self._part(mlp, gate).weight.detach()[0] if gate else None, **routing,
+            apply_router_weight_on_input=routed.apply_router_weight_on_input,
             e_score_correction_bias=None if correction is None else correction.detach().flatten(),
             **experts.numbers._asdict(), **own,
         )  # fmt: skip
@@ -379,4 +393,6 @@ class Stack:
             for layer_type in self.rope_types:  # a short text undoes what a long one has changed
                 angles(rotary, 1, layer_type)
             self.ropes = [angles(rotary, self.positions, layer_type) for layer_type in self.rope_types]
+            for size, *factors in self.query_tables:
+                self.ropes.append(for_queries(unturned(self.positions, size), *factors))
         return self.ropes
