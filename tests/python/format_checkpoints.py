@@ -247,8 +247,9 @@ def experts_checkpoint(form, hidden, inter, group=-1, experts=3, names=PROJECTIO
     return made
 
 
-def gpt_oss_checkpoint(hidden, inter, experts=3):
+def gpt_oss_checkpoint(hidden, inter):
     """One layer of gpt-oss; ``meant`` has the rows as the file has them, gate and up in turns."""
+    experts = 3
     config = model_config(
         GPT_OSS, hidden, inter, experts, model_type="gpt_oss", intermediate_size=inter, num_local_experts=experts,
     )  # fmt: skip

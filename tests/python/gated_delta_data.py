@@ -56,6 +56,24 @@ def joined(*parts):
     return {key: None if parts[0][key] is None else torch.cat([part[key] for part in parts]) for key in parts[0]}
 
 
+# Of 150 tokens.
+CUTS = [[1] * 150, [13] * 11 + [7], [64, 64, 22], [65, 85], [0, 1, 2, 0, 147], [149, 1]]
+
+
+def same_bits_when_cut(layer, cut):
+    """A sequence in calls of so many tokens each has the bits and the states of one call."""
+    inputs = layer.inputs(150)
+    whole, parts = layer.states(1, torch.bfloat16), layer.states(1, torch.bfloat16)
+    expected = layer.call(inputs, whole, [150], fresh=True)
+    begin, outs = 0, []
+    for count in cut:
+        outs.append(layer.call(part_of(inputs, begin, begin + count), parts, [count], fresh=begin == 0))
+        begin += count
+    assert_same_bits(torch.cat(outs), expected)
+    for key, part in parts.items():
+        assert_same_bits(part, whole[key], key)
+
+
 def same_bits_with_guesses(layer, drafts, dtype=None):
     """Guessed tokens that are taken back leave nothing behind: asserts the bits of the right ones and of the states.
 

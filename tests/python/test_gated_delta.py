@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 from common import DTYPES, KERNELS, assert_same_bits
-from gated_delta_data import Layer, same_bits_of_kernels_and_threads, same_bits_with_guesses
+from gated_delta_data import CUTS, Layer, same_bits_of_kernels_and_threads, same_bits_when_cut, same_bits_with_guesses
 
 import w4a8
 
@@ -60,20 +60,9 @@ def test_goes_on_where_a_sequence_was(name):
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5", "KDA", "width 8"])
-@pytest.mark.parametrize("cut", [[1] * 150, [13] * 11 + [7], [64, 64, 22], [65, 85], [0, 1, 2, 0, 147], [149, 1]])
+@pytest.mark.parametrize("cut", CUTS)
 def test_cuts_change_no_bit(name, cut):
-    layer = Layer(**LAYERS[name], dtype=torch.float32)
-    inputs = layer.inputs(150)
-    whole, parts = layer.states(1, torch.bfloat16), layer.states(1, torch.bfloat16)
-    expected = layer.call(inputs, whole, [150], fresh=True)
-    begin, outs = 0, []
-    for count in cut:
-        part = {key: value[begin : begin + count] for key, value in inputs.items()}
-        outs.append(layer.call(part, parts, [count], fresh=begin == 0))
-        begin += count
-    assert_same_bits(torch.cat(outs), expected)
-    for key, part in parts.items():
-        assert_same_bits(part, whole[key], key)
+    same_bits_when_cut(Layer(**LAYERS[name], dtype=torch.float32), cut)
 
 
 @pytest.mark.parametrize("drafts", [0, 1, 3, 7])

@@ -268,8 +268,8 @@ def zeros(*shape, dtype=torch.int32):
     return torch.zeros(shape, dtype=dtype)
 
 
-def zero_of(value, row=1, dtype=torch.int64):
-    zero = zeros(3, 1, dtype=dtype)
+def zero_of(value, row=1):
+    zero = zeros(3, 1, dtype=torch.int64)
     zero[row] = value
     return zero
 

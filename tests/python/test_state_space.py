@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 from common import DTYPES, assert_same_bits
-from gated_delta_data import part_of, same_bits_of_kernels_and_threads, same_bits_with_guesses
+from gated_delta_data import CUTS, part_of, same_bits_of_kernels_and_threads, same_bits_when_cut, same_bits_with_guesses
 from state_space_data import ShortConv, StateSpace
 
 import w4a8
@@ -68,19 +68,9 @@ def test_goes_on_where_a_sequence_was(name, tokens):
 
 
 @pytest.mark.parametrize("name", ["Nemotron-3", "width 8", "LFM2"])
-@pytest.mark.parametrize("cut", [[1] * 150, [13] * 11 + [7], [64, 64, 22], [65, 85], [0, 1, 2, 0, 147], [149, 1]])
+@pytest.mark.parametrize("cut", CUTS)
 def test_cuts_change_no_bit(name, cut):
-    layer = make(name)
-    inputs = layer.inputs(150)
-    whole, parts = layer.states(1, torch.bfloat16), layer.states(1, torch.bfloat16)
-    expected = layer.call(inputs, whole, [150], fresh=True)
-    begin, outs = 0, []
-    for count in cut:
-        outs.append(layer.call(part_of(inputs, begin, begin + count), parts, [count], fresh=begin == 0))
-        begin += count
-    assert_same_bits(torch.cat(outs), expected)
-    for key, part in parts.items():
-        assert_same_bits(part, whole[key], key)
+    same_bits_when_cut(make(name), cut)
 
 
 @pytest.mark.parametrize("drafts", [0, 1, 3, 7])

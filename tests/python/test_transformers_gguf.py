@@ -336,9 +336,9 @@ def test_vocabulary_of_the_tokens(tmp_path):
     assert config.vocab_size == gguf_models.VOCAB and config.norm_topk_prob is False
 
 
-def llama3_factors(factor=8.0, original=8192):
+def llama3_factors():
     """What llama.cpp's conversion/llama.py writes into rope_freqs."""
-    found = []
+    factor, original, found = 8.0, 8192, []
     for i in range(0, HEAD, 2):
         length = 2 * math.pi * 5000.0 ** (i / HEAD)
         smooth = (original / length - 1) / (4 - 1)

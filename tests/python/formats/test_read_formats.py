@@ -333,15 +333,15 @@ def check_layer(layer, weight, bias, activation_group):
     assert ((layer(x).double() - exact).abs() <= roundings * 2.0**-24 * terms).all()
 
 
-def _mixed(rules, four, eight, group=32):
+def _mixed(rules, four, eight):
     """Two layers of experts of GPTQ; ``eight`` are the projections of 8 bits, by regular expression."""
-    made = Checkpoint(config=model_config(four.quantization_config(group), 96, 64, 3))
+    made = Checkpoint(config=model_config(four.quantization_config(32), 96, 64, 3))
     for layer in (0, 1):
         for expert in range(3):
             for name, shape in zip(PROJECTIONS, ((64, 96), (64, 96), (96, 64))):
                 module = f"model.layers.{layer}.mlp.experts.{expert}.{name}"
                 form = eight if any(re.match(rule, module) for rule in rules) else four
-                made.add(module, form, *shape, group)
+                made.add(module, form, *shape, 32)
     return made
 
 

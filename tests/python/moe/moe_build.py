@@ -103,10 +103,9 @@ def make_config(**changes):
     return FusedMoEConfig(**config)
 
 
-def make_stacks(moe, group_size, local=True):
-    """Random w13 and w2 of a layer (of this rank's intermediate size, or with local=False of the whole)."""
-    inner = moe.intermediate_size_per_partition if local else moe.intermediate_size
-    experts = moe.num_local_experts if local else moe.num_experts
+def make_stacks(moe, group_size):
+    """Random w13 and w2 of this rank's part of a layer."""
+    inner, experts = moe.intermediate_size_per_partition, moe.num_local_experts
     rows = 2 * inner if moe.is_act_and_mul else inner
     w13 = random_stack(experts, rows, moe.hidden_dim, group_size, moe.has_bias, moe.in_dtype)
     return w13, random_stack(experts, moe.hidden_dim, inner, group_size, moe.has_bias, moe.in_dtype)
@@ -166,6 +165,6 @@ ACTIVATIONS = list(MoEActivation)
 GROUP_SIZES = [-1, 32, 64, 128]
 
 
-def assert_packed(layer, w13, w2, group_size=32, **options):
+def assert_packed(layer, w13, w2, **options):
     for packed, stack in zip((layer.w13_weight_packed, layer.w2_weight_packed), (w13, w2)):
-        assert torch.equal(packed, op_pack(stack, group_size, **options))
+        assert torch.equal(packed, op_pack(stack, 32, **options))
