@@ -15,12 +15,11 @@ need_vllm_packages() {
   local missing=()
   ldconfig -p | grep -q 'libnuma\.so\.1' || missing+=(libnuma1)
   need_packages "${missing[@]}"
-  # An allocator that vLLM warns without, and `w4a8 serve` preloads: only where nobody must be asked.
-  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! ldconfig -p | grep -q 'libtcmalloc'; then
-    (need_packages libtcmalloc-minimal4) || say "no libtcmalloc: vLLM runs without"
-  fi
-  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! command -v ip >/dev/null; then
-    (need_packages iproute2) || say "no ip: the tests of two machines are skipped"
+  # What only helps is installed only where nobody must be asked: an allocator that vLLM warns without, and `w4a8 serve`
+  # preloads; and the command for two machines.
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    ldconfig -p | grep -q 'libtcmalloc' || (need_packages libtcmalloc-minimal4) || say "no libtcmalloc: vLLM runs without"
+    command -v ip >/dev/null || (need_packages iproute2) || say "no ip: the tests of two machines are skipped"
   fi
 }
 
