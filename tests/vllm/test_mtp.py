@@ -23,9 +23,12 @@ BY_LAYER = {"W4A8_VLLM_DECODER": "0"}
 TOKENS = 40
 # How much larger embeddings are, so that what the layers add changes few of the tokens.
 LARGER = 64
-# Names of the head's layer, and of the tensors beside it.
+# In int4 names of the head's layer, and of the tensors beside it.
 QWEN = {"layer": "mtp.layers.0", "eh_proj": "mtp.fc", "enorm": "mtp.pre_fc_norm_embedding",
         "hnorm": "mtp.pre_fc_norm_hidden", "norm": "mtp.norm"}  # fmt: skip
+GLM_LAYER = f"model.layers.{LAYERS}"
+GLM = {"layer": GLM_LAYER, "norm": f"{GLM_LAYER}.shared_head.norm"}
+GLM |= {name: f"{GLM_LAYER}.{name}" for name in ("eh_proj", "enorm", "hnorm")}
 
 
 def prompts():
@@ -93,19 +96,20 @@ class Sharp:
         write_int4(self.head, folder / "head")
         tensors, head = load_file(folder / "model.safetensors"), load_file(folder / "head" / "model.safetensors")
         config, of_head = (json.loads((each / "config.json").read_text()) for each in (folder, folder / "head"))
+        names = GLM if self.name == "glm4moe" else QWEN
 
         def renamed(key):
-            return key.replace("model.layers.0", QWEN["layer"]).replace("model.norm", QWEN["norm"])
+            return key.replace("model.layers.0", names["layer"]).replace("model.norm", names["norm"])
 
         shared = "embed_tokens", "lm_head"
         tensors |= {renamed(key): each for key, each in head.items() if not any(part in key for part in shared)}
-        tensors[f"{QWEN['eh_proj']}.weight"] = self.eh_proj
+        tensors[f"{names['eh_proj']}.weight"] = self.eh_proj
         for key in ("enorm", "hnorm"):
-            tensors[f"{QWEN[key]}.weight"] = getattr(self, key) - self.plus
+            tensors[f"{names[key]}.weight"] = getattr(self, key) - self.plus
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        config["mtp_num_hidden_layers"] = 1
+        config["num_nextn_predict_layers" if names is GLM else "mtp_num_hidden_layers"] = 1
         ignored = [renamed(each) for each in of_head["quantization_config"]["ignore"]]
-        config["quantization_config"]["ignore"] += [*ignored, QWEN["eh_proj"]]
+        config["quantization_config"]["ignore"] += [*ignored, names["eh_proj"]]
         (folder / "config.json").write_text(json.dumps(config))
         return folder
 
@@ -133,7 +137,7 @@ class Guessed:
             [self.found[key]], self.logs[key] = engine
 
 
-INT4 = [("int4", "qwen35"), ("int4", "qwen35moe")]
+INT4 = [("int4", "qwen35"), ("int4", "qwen35moe"), ("int4", "glm4moe")]
 CASES = [*INT4, ("gguf", "qwen35"), ("gguf", "qwen35moe"), ("gguf", "glm4moe")]
 
 
