@@ -111,18 +111,18 @@ class Stack:
         ropes = getattr(config, "rope_parameters", None) or {}
         by_type = isinstance(next(iter(ropes.values()), None), dict)
         self.rope_types = [] if self.rotary is None else sorted(set(types)) if by_type else [None]
-        self.limit = sys.maxsize  # of positions: behind it some models have other angles, or factors of queries
-        for layer_type in self.rope_types:
-            parameters = ropes[layer_type] if by_type else ropes
+        self.limit = sys.maxsize  # of positions: behind it some models have other angles
+        self.parameters = [ropes[layer_type] if by_type else ropes for layer_type in self.rope_types]
+        for parameters in self.parameters:
             rope = parameters.get("rope_type", "default")
             known = (*FIXED, "longrope", "dynamic")
             _require(rope in known, f"rotary embeddings of type {rope} depend on the length of the text")
-            if rope == "longrope" or parameters.get("llama_4_scaling_beta"):
+            if rope == "longrope":
                 self.limit = min(self.limit, parameters["original_max_position_embeddings"])
             elif rope == "dynamic":
                 self.limit = min(self.limit, config.max_position_embeddings)
         self.has_inputs = False  # of each layer
-        self.query_tables: list[tuple[int, int, int, float]] = []  # head size, and arguments of for_queries
+        self.query_tables: list[tuple[int, int, int, float, int]] = []  # rope, head size, for for_queries
         for layer, layer_type in zip(layers, types):
             self._add(layer, layer_type, self.rope_types.index(layer_type) if by_type else 0)
         attentions = [each for each in map(self._attention_of, layers) if each is not None]
@@ -285,7 +285,7 @@ class Stack:
             "chunk": chunk,
             "soft_cap": float(getattr(attention, "attn_logit_softcapping", None) or 0.0),
             "rope": rope if turns else -1,
-            "query_rope": rope if turns else self._query_rope(attention),
+            "query_rope": self._query_rope(attention, rope if turns else -1),
             "interleaved": family.interleaved,
             "gated": family.gated,
             "turn_first": family.turn_first,
@@ -297,11 +297,15 @@ class Stack:
             fields["sinks"] = attention.sinks.detach()
         return fields
 
-    def _query_rope(self, attention: Any) -> int:
-        """The table of queries that are not turned, but may have factors by their position; -1: none."""
-        if not getattr(attention, "attn_temperature_tuning", False):
-            return -1
-        table = (attention.head_dim, int(attention.floor_scale), float(attention.attn_scale), 1)
+    def _query_rope(self, attention: Any, rope: int) -> int:
+        """The table of queries, which may have factors by their position; ``rope``, that of keys, if they have none."""
+        beta = self.parameters[rope].get("llama_4_scaling_beta") if rope >= 0 else None
+        if beta:
+            table = (rope, attention.head_dim, self.parameters[rope]["original_max_position_embeddings"], beta, 0)
+        elif rope < 0 and getattr(attention, "attn_temperature_tuning", False):
+            table = (rope, attention.head_dim, int(attention.floor_scale), float(attention.attn_scale), 1)
+        else:
+            return rope
         if table not in self.query_tables:
             self.query_tables.append(table)
         return len(self.rope_types) + self.query_tables.index(table)
@@ -393,6 +397,7 @@ class Stack:
             for layer_type in self.rope_types:  # a short text undoes what a long one has changed
                 angles(rotary, 1, layer_type)
             self.ropes = [angles(rotary, self.positions, layer_type) for layer_type in self.rope_types]
-            for size, *factors in self.query_tables:
-                self.ropes.append(for_queries(unturned(self.positions, size), *factors))
+            for rope, size, *factors in self.query_tables:
+                turned = unturned(self.positions, size) if rope < 0 else self.ropes[rope]
+                self.ropes.append(for_queries(turned, *factors))
         return self.ropes
