@@ -46,7 +46,7 @@ class Texts:
             "block_tables": [self.table],
             "seq_lens": torch.tensor(lengths, dtype=torch.int32),
             "query_start_loc": torch.tensor([0, *fresh], dtype=torch.int32).cumsum(0, dtype=torch.int32),
-            "ropes": [self.model.rope],
+            "ropes": [self.model.rope, *self.model.more_ropes],
             "rows": None,
             "normed": None,
             "threads": 0,
@@ -140,8 +140,8 @@ def changes(draw):
         "cut pages": cache(lambda each: each[:, :, :index]),
         "tables of layers": tables_of_layers,
         "no layers": lambda a: a.update(caches=a["caches"][1:]),
-        "rope of fewer positions": lambda a: a.update(ropes=[a["ropes"][0][:index]]),
-        "rope without columns": lambda a: a.update(ropes=[a["ropes"][0][:, :0]]),
+        "rope of fewer positions": lambda a: a.update(ropes=[each[:index] for each in a["ropes"]]),
+        "rope without columns": lambda a: a.update(ropes=[each[:, :0] for each in a["ropes"]]),
         "rows": rows,
         "normed": normed,
         "threads": threads,
@@ -231,15 +231,17 @@ def test_steps(data):
     scale=st.sampled_from([0.1, 0.0, -1.0, float("nan"), float("inf"), 1e39]),
     residual=st.sampled_from([1.0, 0.0, float("nan"), float("-inf"), 1e39]),
     rope=st.sampled_from([-(2**31), -1, 0, 1, 2**31]),
+    query_rope=st.sampled_from([None, -(2**31), -1, 0, 1, 2**31]),
+    chunk=st.sampled_from(HOSTILE),
     alpha=st.sampled_from([0.8, 0.0, -1.0, float("nan"), float("inf"), 1e39]),
     beta=st.sampled_from([0.8, 0.0, -1.0, float("nan"), float("-inf"), 1e39]),
 )
-def test_numbers_of_a_layer(window, soft_cap, scale, residual, rope, alpha, beta):
+def test_numbers_of_a_layer(window, soft_cap, scale, residual, rope, query_rope, chunk, alpha, beta):
     """A layer is added, or refused with the number's name; what was added runs."""
     model = Model(layers=1)
     parts = model.layers[0]
     given = {"window": window, "soft_cap": soft_cap, "scale": scale, "residual": residual, "rope": rope}
-    given |= {"alpha": alpha, "beta": beta}
+    given |= {"alpha": alpha, "beta": beta, "query_rope": query_rope, "chunk": chunk}
     decoder = w4a8.decoder.Decoder(model.norm, None, hidden_size=HIDDEN, eps=1e-5)
     try:
         decoder.add_layer(
@@ -249,12 +251,12 @@ def test_numbers_of_a_layer(window, soft_cap, scale, residual, rope, alpha, beta
     except (RuntimeError, ValueError, TypeError) as error:
         assert any(name in str(error) for name in given), str(error)
         return
-    assert window >= 0 and abs(scale) < 1e38 and abs(residual) < 1e38 and 0 <= soft_cap < 1e38
+    assert window >= 0 and chunk >= 0 and abs(scale) < 1e38 and abs(residual) < 1e38 and 0 <= soft_cap < 1e38
     assert abs(alpha) < 1e38 and abs(beta) < 1e38
     lengths, tables = [3], model.tables([3], [3])
     try:
         found = decoder.step(torch.randn(3, HIDDEN), torch.arange(3), model.caches, tables, [model.rope])
     except RuntimeError as error:
-        assert rope > 0 and "rope" in str(error), str(error)
+        assert max(rope, query_rope or 0) > 0 and "rope" in str(error), str(error)
     else:
         assert found.shape == (sum(lengths), HIDDEN) and found.isfinite().all()
