@@ -1,13 +1,17 @@
 """Layers of Mamba-2 and of short convolutions without an engine: with this package's operators beside vLLM's own."""
 
+import json
 from types import SimpleNamespace
 
 import pytest
 import torch
-from layers import rank  # noqa: F401
+from gguf_architectures import model_of, write, write_int4
+from layers import rank, values_of  # noqa: F401
+from safetensors.torch import load_file
 from vllm.config import get_current_vllm_config
 from vllm.config.mamba import MambaBackendEnum, MambaConfig
 from vllm.forward_context import override_forward_context
+from vllm.model_executor.layers.linear import ColumnParallelLinear, MergedColumnParallelLinear
 from vllm.model_executor.layers.mamba import mamba_mixer2, mamba_utils, short_conv
 from vllm.model_executor.layers.mamba.ops import ssu_dispatch
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -15,7 +19,9 @@ from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata, comp
 from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadata
 
 from w4a8.integrations.vllm import mamba
-from w4a8.integrations.vllm.configs import W4A8GPTQConfig
+from w4a8.integrations.vllm.configs import W4A8CompressedTensorsConfig, W4A8GPTQConfig
+from w4a8.integrations.vllm.gguf import W4A8GGUFConfig
+from w4a8.integrations.vllm.state_projections import register_state_projections
 
 NAME, HIDDEN, HEADS, P, N, GROUPS, SLOTS, GUESSES = "model.layers.0.mixer", 64, 4, 32, 16, 2, 16, 2
 LENGTHS = (1, 1, 70, 5)  # two single tokens, a prompt that begins, and one that goes on
@@ -262,3 +268,58 @@ def test_models_and_settings_that_are_left_to_vllm(layer_of, monkeypatch):
     monkeypatch.setenv("W4A8_VLLM_ATTENTION", "0")
     attach(layer)
     assert not hasattr(layer, "w4a8_runs_core")
+
+
+def quantized(model, folder, of_file):
+    """A config of vLLM's for a checkpoint of a model, and the tensors that vLLM loads of the projections of layer 0."""
+    if of_file:
+        write("granitehybrid", model, folder, True)
+        return W4A8GGUFConfig(str(folder / "model.gguf")), {}
+    write_int4(model, folder)
+    stated = json.loads((folder / "config.json").read_text())["quantization_config"]
+    tensors, start = load_file(folder / "model.safetensors"), "model.layers.0.mamba.in_proj."
+    found = {name.removeprefix(start): each for name, each in tensors.items() if name.startswith(start)}
+    return W4A8CompressedTensorsConfig.from_config(stated), found
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("of_file", [True, False], ids=["GGUF", "int4"])
+def test_projections_are_cut_as_floats_are(of_file, groups, rank, tmp_path, monkeypatch):  # noqa: F811
+    """vLLM cuts z, x, B, C and dt one by one. If it cannot divide the groups, ranks have copies of B and C."""
+    made = mamba_mixer2.MambaMixer2
+    monkeypatch.setattr(made, "__init__", made.__init__)
+    register_state_projections()
+    model = model_of("granitehybrid", mamba_n_groups=groups)
+    config, tensors = quantized(model, tmp_path, of_file)
+    weight = model.model.layers[0].mamba.in_proj.weight
+    parts = ColumnParallelLinear if groups == 1 else MergedColumnParallelLinear
+    for index in range(2):
+        rank(index, 2)
+        layers = []
+        for quant_config in (None, config):
+            get_current_vllm_config().compilation_config.static_forward_context.clear()
+            sizes = {"n_groups": groups, "num_heads": 4, "head_dim": 32, "prefix": "model.layers.0.mamba"}
+            with set_default_torch_dtype(torch.float32):
+                layers.append(made(64, 16, 4, 128, True, False, quant_config=quant_config, **sizes).in_proj)
+        expected, found = layers
+        assert type(found) is parts
+        expected.weight.weight_loader(expected.weight, weight)
+        if of_file:
+            found.w4a8_filler.load(found)
+        for name, tensor in tensors.items():
+            param = getattr(found, name)
+            param.weight_loader(param, tensor)
+        found.quant_method.process_weights_after_loading(found)
+        assert torch.equal(values_of(found, 64), expected.weight.data)
+
+
+def test_projections_of_another_size(rank, tmp_path, monkeypatch):  # noqa: F811
+    made = mamba_mixer2.MambaMixer2
+    monkeypatch.setattr(made, "__init__", made.__init__)
+    register_state_projections()
+    config, tensors = quantized(model_of("granitehybrid"), tmp_path, False)
+    rank(1, 2)
+    sizes = {"num_heads": 4, "head_dim": 32, "prefix": "model.layers.0.mamba"}
+    param = made(64, 16, 4, 128, True, False, quant_config=config, **sizes).in_proj.weight_packed
+    with pytest.raises(ValueError, match=r"weight_packed: shape \(293, 8\) is no part of .*292 rows are expected"):
+        param.weight_loader(param, torch.cat([tensors["weight_packed"], tensors["weight_packed"][:1]]))

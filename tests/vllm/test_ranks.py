@@ -11,7 +11,8 @@ from models import Case
 from test_decoder_architectures import check, jobs_of
 
 # Norms of all heads at once; parallel blocks; latent attention; experts alone, with shared ones, with norms of results;
-# inputs of layers; linear attention; short convolutions; keys and values that ranks have copies of; joined projections.
+# inputs of layers; linear attention; short convolutions; keys and values that ranks have copies of; joined projections;
+# Mamba-2, of whose groups ranks have copies, with factors of products.
 CUT = (
     "llama",
     "olmo2",
@@ -24,6 +25,7 @@ CUT = (
     "lfm2moe",
     "qwen35moe",
     "phi3, long",
+    "falcon-h1",
 )
 WHOLE_EXPERTS = ("deepseek2, V3", "exaone-moe", "qwen35moe")
 GPT_OSS = Case("gpt_oss", 32, "int-quantized", "float32", "symmetric")  # biases, which one rank adds

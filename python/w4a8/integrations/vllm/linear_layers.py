@@ -17,6 +17,7 @@ from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.products import Product, Share, multiply
 from w4a8.integrations.vllm.received import Received
 from w4a8.integrations.vllm.settings import LM_HEAD_SWITCH, activation_group, lm_head_bits, lm_head_is_set
+from w4a8.integrations.vllm.state_projections import in_parts, keep_loaders
 from w4a8.nn import QuantOptions
 from w4a8.nn.rounding import round_weight
 
@@ -56,7 +57,9 @@ class W4A8LinearMethod(LinearMethodBase):
         """As :meth:`Filler.add_parameters` (upstream's contract)."""
         layer.w4a8_filler = self.filler
         sizes = input_size_per_partition, output_partition_sizes, input_size
-        self.filler.add_parameters(layer, Share(*sizes, params_dtype, weight_loader))
+        share = in_parts(layer, Share(*sizes, params_dtype, weight_loader))
+        self.filler.add_parameters(layer, share)
+        keep_loaders(layer, share)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """As :meth:`Filler.finish`; vLLM calls this again after loading other weights."""

@@ -207,7 +207,7 @@ class OneCall:
         weight = self._last_norm(norms) if self._is_last else None
         head = None if self._head_layer is None else packed_head(self._head_layer)
         decoder = Decoder(weight, head, hidden_size=self.hidden_size, eps=norms.eps, centered=norms.centered)
-        factors = product_factors(self.inner.config) if self.family.scaled else {}
+        factors = product_factors(self.inner.config, ranks.count()) if self.family.scaled else {}
         for layer, linear, experts, layer_input in fields:
             decoder.add_layer(**layer)
             if linear:

@@ -16,6 +16,7 @@ PARTS = (
     ("read packed directories", "packed_layers", "register_packed_directories"),
     ("read GGUF files", "gguf", "register_gguf"),
     ("run experts without a gate", "moe", "allow_no_gate"),
+    ("cut projections of Mamba-2", "state_projections", "register_state_projections"),
     ("compute attention", "attention", "register_attention"),
     ("compute latent attention", "latent_attention", "register_latent_attention"),
     ("compute linear attention", "linear_attention", "register_linear_attention"),

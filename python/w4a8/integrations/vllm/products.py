@@ -20,6 +20,8 @@ class Share(NamedTuple):
         all_columns: input features on all ranks.
         dtype: of the model.
         load: vLLM's loader of a parameter, which cuts for the rank.
+        parts: output features of each part on all ranks, if files have the parts as one matrix that vLLM cannot cut.
+            A part of as many as the rank's is whole on each rank.
     """
 
     columns: int
@@ -27,6 +29,7 @@ class Share(NamedTuple):
     all_columns: int
     dtype: torch.dtype
     load: Callable | None
+    parts: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

@@ -171,25 +171,28 @@ def _cuts(layer: Any, weights: Sequence[Weight | Floats], share: Share) -> list[
     if ranks == 1 and sum(weight.rows for weight in weights) == sum(sizes):  # may be joined otherwise than here
         sizes = [weight.rows for weight in weights]
     elif len(weights) < len(sizes):
-        weights = _apart(layer, weights)
+        weights = _apart(layer, weights, share.parts)
     if len(weights) != len(sizes):
         raise ValueError(f"{len(weights)} matrices, but {len(sizes)} are expected")
     return [Cut.of_rank(weight, rows, columns, rank, ranks) for weight, rows in zip(weights, sizes)]
 
 
-def _apart(layer: Any, weights: Sequence[Weight | Floats]) -> list[Weight | Floats]:
-    """The matrices of all ranks, of which the files have several in one: queries, keys and values, or gate and up."""
+def _apart(layer: Any, weights: Sequence[Weight | Floats], parts: Sequence[int]) -> list[Weight | Floats]:
+    """The matrices of all ranks, of which the files have several in one: queries, keys and values, or gate and up.
+
+    ``parts``: as of a :class:`Share`.
+    """
     if isinstance(layer, QKVParallelLinear):
         sizes = [layer.total_num_heads * layer.head_size, layer.total_num_kv_heads * layer.head_size]
         sizes.append(layer.total_num_kv_heads * layer.v_head_size)
     else:
-        sizes = layer.output_sizes
+        sizes = parts or layer.output_sizes
     ends, begin, found = list(accumulate(sizes)), 0, []
     for weight in weights:
-        parts = [end - begin for end in ends if begin < end <= begin + weight.rows]
-        if parts[-1:] != [weight.rows]:
+        here = [end - begin for end in ends if begin < end <= begin + weight.rows]
+        if here[-1:] != [weight.rows]:
             raise ValueError(f"{weight.name} has {weight.rows} rows, which are no sum of parts of {sizes}")
-        found += [weight.of_rows(first, last) for first, last in zip([0, *parts], parts)]
+        found += [weight.of_rows(first, last) for first, last in zip([0, *here], here)]
         begin += weight.rows
     return found
 

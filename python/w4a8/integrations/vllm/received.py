@@ -65,6 +65,23 @@ def _load_output_layer(layer: torch.nn.Module, param: torch.Tensor, loaded: torc
     param.data.copy_(loaded.narrow(dim, begin, size))
 
 
+def _load_parts(layer: torch.nn.Module, param: torch.Tensor, loaded: torch.Tensor) -> None:
+    """This rank's rows of the parts of a matrix, as of a :class:`Share`."""
+    share, dim = layer.w4a8_filler.share, getattr(param, "output_dim", None)
+    if dim is None:  # the numbers of rows and columns
+        share.load(param, loaded)
+        return
+    factor = param.packed_factor if getattr(param, "packed_dim", None) == dim else 1
+    found, begin = [], 0
+    for rows, own in zip(share.parts, share.sizes):
+        first = begin if rows == own else begin + layer.tp_rank * own
+        found.append(loaded.narrow(dim, first // factor, own // factor))
+        begin += rows
+    if loaded.shape[dim] * factor != begin:
+        raise IndexError(f"{begin} rows are expected")
+    param.data.copy_(torch.cat(found, dim))
+
+
 def _load_number(param: torch.Tensor, loaded: torch.Tensor, loaded_shard_id: Any = None) -> None:
     """A number for one part of a layer, for several parts that are one matrix in the file, or for all (None)."""
     shards = range(len(param)) if loaded_shard_id is None else loaded_shard_id
@@ -89,7 +106,9 @@ class Received:
             ValueError: this rank's features are no whole groups or words, or not possible in the operators; the
                 activation group does not fit.
         """
-        sizes, self._load = share.sizes, share.load
+        sizes, self._load, self.share = share.sizes, share.load, share
+        if share.parts:
+            self._load = MethodType(_load_parts, layer)
         self.n, self.k = sum(sizes), share.columns
         if isinstance(layer, ParallelLMHead):
             self._load = MethodType(_load_output_layer, layer)
