@@ -71,20 +71,9 @@ void Ranks::sum(Team& team, float* x, int64_t count) {
 }
 
 void Ranks::sum_some(Team& team, float* x, int64_t count) {
-  if (told(rank_).failed.load() != 0) fail(rank_, "has failed before");
-  // All others have written the sum before this one, so they have read the one before that, whose place this takes.
-  ++sums_;
-  float* const own = place(sums_, rank_);
+  float* const own = begin();
   for_parts(team, count, [&](int64_t begin, int64_t end) { std::copy(x + begin, x + end, own + begin); });
-  if (exchange_ == nullptr) {
-    tell();
-    for (int r = 0; r < ranks_; ++r) {
-      if (r != rank_) await(r);
-    }
-  } else if (exchange_(reinterpret_cast<uint8_t*>(place(sums_, 0)) - memory_, kFloats * int64_t{sizeof(float)},
-                       count) != 0) {
-    fail(rank_, "has not exchanged its part for those of the others");
-  }
+  exchange(count);
   for_parts(team, count, [&](int64_t begin, int64_t end) {
     const float* const first = place(sums_, 0);
     const float* const second = place(sums_, 1);
@@ -94,6 +83,37 @@ void Ranks::sum_some(Team& team, float* x, int64_t count) {
       for (int64_t i = begin; i < end; ++i) x[i] += next[i];
     }
   });
+}
+
+void Ranks::gather(const uint8_t* part, int64_t bytes, uint8_t* all) {
+  constexpr int64_t kFloat = sizeof(float);
+  for (int64_t at = 0; at < bytes; at += kFloats * kFloat) {
+    const int64_t some = std::min(kFloats * kFloat, bytes - at);
+    std::copy_n(part + at, some, reinterpret_cast<uint8_t*>(begin()));
+    exchange(ceil_div(some, kFloat));
+    for (int r = 0; r < ranks_; ++r) {
+      std::copy_n(reinterpret_cast<const uint8_t*>(place(sums_, r)), some, all + r * bytes + at);
+    }
+  }
+}
+
+float* Ranks::begin() {
+  if (told(rank_).failed.load() != 0) fail(rank_, "has failed before");
+  // All others have written the sum before this one, so they have read the one before that, whose place this takes.
+  ++sums_;
+  return place(sums_, rank_);
+}
+
+void Ranks::exchange(int64_t count) {
+  if (exchange_ == nullptr) {
+    tell();
+    for (int r = 0; r < ranks_; ++r) {
+      if (r != rank_) await(r);
+    }
+  } else if (exchange_(reinterpret_cast<uint8_t*>(place(sums_, 0)) - memory_, kFloats * int64_t{sizeof(float)},
+                       count) != 0) {
+    fail(rank_, "has not exchanged its part for those of the others");
+  }
 }
 
 void Ranks::tell() {
@@ -160,7 +180,7 @@ void Ranks::fail(int rank, const std::string& what) {
   own.failed.store(1);
   futex(own.sums, FUTEX_WAKE, INT_MAX, nullptr);
   throw std::runtime_error("rank " + std::to_string(rank) + " of " + std::to_string(ranks_) + " (process " +
-                           std::to_string(told(rank).process.load()) + ") " + what + ", in a sum of all ranks");
+                           std::to_string(told(rank).process.load()) + ") " + what + ", as all ranks exchange parts");
 }
 
 }  // namespace w4a8

@@ -1,5 +1,5 @@
-// Sums of rows across processes ("ranks"), which share memory or send their parts. Each rank multiplies with its part
-// of a matrix.
+// Sums and gathers across processes ("ranks"), which share memory or send their parts. Each rank multiplies with its
+// part of a matrix.
 #pragma once
 
 #include <atomic>
@@ -36,6 +36,8 @@ class Ranks {
   /// bits. Throws std::runtime_error, also at all later sums, if another rank has ended, has failed, or does not come
   /// within the timeout.
   void sum(Team& team, float* x, int64_t count);
+  /// all becomes the `bytes` of every rank's `part`, in the order of the ranks. Throws as sum does.
+  void gather(const uint8_t* part, int64_t bytes, uint8_t* all);
 
  private:
   // What one rank tells the others. sums counts how many it has written, and wraps around.
@@ -54,6 +56,8 @@ class Ranks {
     return reinterpret_cast<float*>(memory_ + kHeader) + ((sum % 2) * ranks_ + rank) * kFloats;
   }
   void sum_some(Team& team, float* x, int64_t count);
+  float* begin();                // this rank's place of the next sum, for its part
+  void exchange(int64_t count);  // until the places of all ranks have so many floats
   void tell();
   void await(int rank);
   void sleep(int rank, std::chrono::milliseconds limit);

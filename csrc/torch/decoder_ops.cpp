@@ -154,6 +154,23 @@ void set_heads(Decoder& decoder, AttentionPlan& attention, Tensors qkv, const Op
   attention.v_norm = norm_of(decoder, "v_norm", v_norm, size, eps);
 }
 
+// The view of the memory that ranks share. exchange: the address of a `Ranks::Exchange`, or 0.
+std::unique_ptr<Ranks> ranks_in(const Tensor& memory, int64_t rank, int64_t ranks, double timeout,
+                                int64_t exchange = 0) {
+  check_cpu({{"memory", memory}});
+  const int64_t bytes = decoder_ranks_bytes(ranks);
+  W4A8_CHECK(type_of(memory) == ScalarType::Byte && memory.dim() == 1 && memory.is_contiguous() &&
+                 memory.numel() >= bytes && reinterpret_cast<uintptr_t>(input_data(memory)) % 64 == 0,
+             "memory has dtype ", type_of(memory), " and shape ", shape_text(memory.sizes()),
+             ", expected contiguous uint8 [", bytes, " or more], at a multiple of 64 bytes");
+  W4A8_CHECK(rank >= 0 && rank < ranks, "rank is ", rank, ", expected 0..", ranks - 1);
+  W4A8_CHECK(timeout > 0 && timeout <= 86400, "timeout is ", timeout, ", expected seconds up to 86400");
+  return std::make_unique<Ranks>(static_cast<uint8_t*>(output_data(memory)), static_cast<int>(rank),
+                                 static_cast<int>(ranks),
+                                 std::chrono::milliseconds(static_cast<int64_t>(timeout * 1000)),
+                                 reinterpret_cast<Ranks::Exchange>(static_cast<uintptr_t>(exchange)));
+}
+
 }  // namespace
 
 Tensor decoder_create_cpu(const Tensor& norm, const OptionalTensor& head, int64_t hidden_size, double eps,
@@ -352,18 +369,21 @@ int64_t decoder_ranks_bytes(int64_t ranks) {
   return Ranks::bytes(static_cast<int>(ranks));
 }
 
-// exchange: the address of a `Ranks::Exchange`, or 0.
+Tensor decoder_ranks_gather_cpu(const Tensor& part, const Tensor& memory, int64_t rank, int64_t ranks, double timeout) {
+  check_cpu({{"part", part}});
+  const std::unique_ptr<Ranks> own = ranks_in(memory, rank, ranks, timeout);
+  const Tensor from = dense(part);
+  std::vector<int64_t> sizes = sizes_of(part);
+  sizes.insert(sizes.begin(), ranks);
+  Tensor all = new_tensor(sizes, type_of(part), part);
+  own->gather(static_cast<const uint8_t*>(input_data(from)), byte_size(from), static_cast<uint8_t*>(output_data(all)));
+  return all;
+}
+
 void decoder_set_ranks_cpu(const Tensor& decoder, const Tensor& memory, int64_t rank, int64_t ranks, double timeout,
                            int64_t exchange) {
   const DecoderUse found(decoder);
-  check_cpu({{"memory", memory}});
-  const int64_t bytes = decoder_ranks_bytes(ranks);
-  W4A8_CHECK(type_of(memory) == ScalarType::Byte && memory.dim() == 1 && memory.is_contiguous() &&
-                 memory.numel() >= bytes && reinterpret_cast<uintptr_t>(input_data(memory)) % 64 == 0,
-             "memory has dtype ", type_of(memory), " and shape ", shape_text(memory.sizes()),
-             ", expected contiguous uint8 [", bytes, " or more], at a multiple of 64 bytes");
-  W4A8_CHECK(rank >= 0 && rank < ranks, "rank is ", rank, ", expected 0..", ranks - 1);
-  W4A8_CHECK(timeout > 0 && timeout <= 86400, "timeout is ", timeout, ", expected seconds up to 86400");
+  std::unique_ptr<Ranks> made = ranks_in(memory, rank, ranks, timeout, exchange);
   W4A8_CHECK(found->ranks == nullptr, "decoder has ranks, expected one without");
   for (const LayerPlan& layer : found->plan.layers) {
     const AttentionPlan& attention = layer.attention;
@@ -374,10 +394,8 @@ void decoder_set_ranks_cpu(const Tensor& decoder, const Tensor& memory, int64_t 
         "decoder has a norm of all heads at once, expected RMS norms of q and k, no qkv_bias, no turn_first, and "
         "projected 'qkv' with it");
   }
-  auto* const shared = static_cast<uint8_t*>(output_data(found->keep("memory", memory)));
-  found->ranks = std::make_unique<Ranks>(shared, static_cast<int>(rank), static_cast<int>(ranks),
-                                         std::chrono::milliseconds(static_cast<int64_t>(timeout * 1000)),
-                                         reinterpret_cast<Ranks::Exchange>(static_cast<uintptr_t>(exchange)));
+  found->keep("memory", memory);
+  found->ranks = std::move(made);
   found->plan.ranks = found->ranks.get();
 }
 

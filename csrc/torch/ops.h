@@ -144,6 +144,7 @@ void decoder_set_factors_cpu(const Tensor& decoder, Text product, const Tensor& 
 void decoder_add_layer_input_cpu(const Tensor& decoder, const Tensor& gate, const Tensor& down,
                                  const OptionalTensor& norm, int64_t activation_kind);
 int64_t decoder_ranks_bytes(int64_t ranks);
+Tensor decoder_ranks_gather_cpu(const Tensor& part, const Tensor& memory, int64_t rank, int64_t ranks, double timeout);
 void decoder_set_ranks_cpu(const Tensor& decoder, const Tensor& memory, int64_t rank, int64_t ranks, double timeout,
                            int64_t exchange);
 Tensor decoder_step_cpu(const Tensor& decoder, const Tensor& hidden, const Tensor& positions, Tensors caches,

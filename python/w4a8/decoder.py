@@ -184,6 +184,22 @@ class Decoder:
         """Bytes that so many ranks share; raises RuntimeError if a decoder cannot have so many."""
         return torch.ops.w4a8.decoder_ranks_bytes(ranks)
 
+    @staticmethod
+    def gather_ranks(
+        part: torch.Tensor, memory: torch.Tensor, rank: int, ranks: int, timeout: float = 60.0
+    ) -> torch.Tensor:
+        """The ``part`` of every rank, [ranks, ...]. Each rank calls this with a part of the same type and shape.
+
+        Args:
+            part: of any type.
+            memory: as of :meth:`set_ranks`, but not that of a decoder.
+            rank, ranks, timeout: as of :meth:`set_ranks`.
+
+        Raises:
+            RuntimeError: an argument does not fit; another rank has ended or does not come.
+        """
+        return torch.ops.w4a8.decoder_ranks_gather(part, memory, rank=rank, ranks=ranks, timeout=timeout)
+
     def set_ranks(
         self,
         memory: torch.Tensor,

@@ -89,6 +89,32 @@ TEST(RanksTest, ManySumsOfRanksThatComeAtOtherTimes) {
   });
 }
 
+TEST(RanksTest, GathersBytesBetweenSums) {
+  for (const int ranks : {2, 3}) {
+    const Shared memory(ranks);
+    in_each(ranks, 1, [&](int rank, Team& team) {
+      Ranks own(memory.data(), rank, ranks, milliseconds(60'000));
+      // Nothing, part of a float, and more than is exchanged at once.
+      for (const int64_t bytes : {int64_t{1}, int64_t{0}, int64_t{4097}, (int64_t{1} << 20) + 3, int64_t{64}}) {
+        const auto byte = [bytes](int r, int64_t i) { return static_cast<uint8_t>(r * 101 + i * 7 + bytes); };
+        std::vector<uint8_t> part, expected, all(static_cast<std::size_t>(ranks * bytes + 1), 77);
+        for (int64_t i = 0; i < bytes; ++i) part.push_back(byte(rank, i));
+        for (int r = 0; r < ranks; ++r) {
+          for (int64_t i = 0; i < bytes; ++i) expected.push_back(byte(r, i));
+        }
+        expected.push_back(77);
+        own.gather(part.data(), bytes, all.data());
+        ASSERT_EQ(all, expected) << "rank " << rank << " of " << ranks << ", " << bytes << " bytes";
+        float x = value(rank, 0, 0);
+        own.sum(team, &x, 1);
+        float sum = value(0, 0, 0);
+        for (int r = 1; r < ranks; ++r) sum += value(r, 0, 0);
+        ASSERT_EQ(x, sum);
+      }
+    });
+  }
+}
+
 TEST(RanksTest, ARankGoesOnWhereTheOneBeforeWas) {
   const Shared memory(2);
   in_each(2, 1, [&](int rank, Team& team) {
@@ -147,12 +173,13 @@ TEST(RanksTest, AnotherRankThatDoesNotComeOrFails) {
   const Shared memory(2);
   Team team(1);
   Ranks first(memory.data(), 0, 2, milliseconds(60));
-  EXPECT_EQ(failure(first, team), "rank 1 of 2 (process 0) has not come within 60 ms, in a sum of all ranks");
+  EXPECT_EQ(failure(first, team), "rank 1 of 2 (process 0) has not come within 60 ms, as all ranks exchange parts");
   const std::string process = std::to_string(getpid());
-  EXPECT_EQ(failure(first, team), "rank 0 of 2 (process " + process + ") has failed before, in a sum of all ranks");
+  EXPECT_EQ(failure(first, team),
+            "rank 0 of 2 (process " + process + ") has failed before, as all ranks exchange parts");
   Ranks second(memory.data(), 1, 2, milliseconds(60'000));
   EXPECT_EQ(failure(second, team), "no error");  // the first one's part was there
-  EXPECT_EQ(failure(second, team), "rank 0 of 2 (process " + process + ") has failed, in a sum of all ranks");
+  EXPECT_EQ(failure(second, team), "rank 0 of 2 (process " + process + ") has failed, as all ranks exchange parts");
 }
 
 TEST(RanksTest, AnExchangeThatFails) {
@@ -160,8 +187,9 @@ TEST(RanksTest, AnExchangeThatFails) {
   Team team(1);
   Ranks own(memory.data(), 1, 2, milliseconds(60), [](int64_t, int64_t, int64_t) { return int32_t{1}; });
   const std::string name = "rank 1 of 2 (process " + std::to_string(getpid()) + ") ";
-  EXPECT_EQ(failure(own, team), name + "has not exchanged its part for those of the others, in a sum of all ranks");
-  EXPECT_EQ(failure(own, team), name + "has failed before, in a sum of all ranks");
+  EXPECT_EQ(failure(own, team),
+            name + "has not exchanged its part for those of the others, as all ranks exchange parts");
+  EXPECT_EQ(failure(own, team), name + "has failed before, as all ranks exchange parts");
 }
 
 TEST(RanksTest, AProcessThatIsKilled) {
@@ -180,7 +208,8 @@ TEST(RanksTest, AProcessThatIsKilled) {
   float x = 1.0f;
   own.sum(team, &x, 1);
   EXPECT_EQ(x, 3.0f);
-  EXPECT_EQ(failure(own, team), "rank 1 of 2 (process " + std::to_string(other) + ") has ended, in a sum of all ranks");
+  EXPECT_EQ(failure(own, team),
+            "rank 1 of 2 (process " + std::to_string(other) + ") has ended, as all ranks exchange parts");
   int status = 0;
   waitpid(other, &status, 0);
   EXPECT_TRUE(WIFSIGNALED(status));

@@ -114,6 +114,26 @@ def test_ranks_with_whole_experts(count, tokens):
     assert all(torch.equal(each, rows[0]) for each in rows)
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_parts_of_all_ranks(count):
+    """Between steps, whose sums have a memory of their own. Some are more than the ranks exchange at once."""
+    models, own = make_ranks(count, layers=1), shared(count)
+    join(models, shared(count))
+    parts = [
+        [torch.randn(3, 7).to(torch.bfloat16), torch.randint(-9, 9, (2**18 + 3,)), torch.randn(5, 4).t(), torch.ones(0)]
+        for _ in models
+    ]
+    x = torch.randn(1, HIDDEN)
+
+    def found(model):
+        rows = model.step(x, [1], [1])
+        return [(Decoder.gather_ranks(part, own, model.rank, count), rows) for part in parts[model.rank]]
+
+    for each in of_each(models, found):
+        for i, (gathered, _) in enumerate(each):
+            assert torch.equal(gathered, torch.stack([of_rank[i] for of_rank in parts]))
+
+
 def gather_by(together, rank):
     """In place of a network."""
 
@@ -164,6 +184,11 @@ def test_rows_of_several_sums():
         assert_same_bits(rows[-3:], last)
 
 
+def test_a_part_that_does_not_come():
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2 \(process 0\) has not come within 100 ms"):
+        Decoder.gather_ranks(torch.ones(1), shared(2), 0, 2, timeout=0.1)
+
+
 def test_a_rank_that_does_not_come():
     model = make_ranks(2)[0]
     model.decoder.set_ranks(shared(2), 0, 2, timeout=0.1)
@@ -202,7 +227,7 @@ def test_a_rank_that_is_killed():
     with subprocess.Popen(command, cwd=Path(__file__).parent) as other:
         rows = [model.step(torch.ones(1, HIDDEN), [1], [1]) for _ in range(3)]
         assert all(torch.equal(each, rows[0]) for each in rows)
-        with pytest.raises(RuntimeError, match=rf"rank 1 of 2 \(process {other.pid}\) has ended, in a sum"):
+        with pytest.raises(RuntimeError, match=rf"rank 1 of 2 \(process {other.pid}\) has ended, as all ranks"):
             model.step(torch.ones(1, HIDDEN), [1], [1])
         assert other.wait() == -signal.SIGKILL
     os.close(file)
@@ -221,6 +246,8 @@ def test_arguments():
     ]:
         with pytest.raises(RuntimeError, match=message):
             model.decoder.set_ranks(*arguments)
+        with pytest.raises(RuntimeError, match=message):
+            Decoder.gather_ranks(torch.ones(1), *arguments)
     model.decoder.set_ranks(memory, 0, 2)
     with pytest.raises(RuntimeError, match="decoder has ranks, expected one without"):
         model.decoder.set_ranks(memory, 0, 2)

@@ -1,14 +1,20 @@
 """Two ranks whose layers run in one call each, beside the same ranks with vLLM's forward."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
+import torch
 from compare import assert_same
 from conftest import Job, arguments, run_engines
 from gguf_architectures import INT4, INTER, LAYERS, SIZES
 from models import Case
 from test_decoder_architectures import check, jobs_of
+from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+
+from w4a8.decoder import Decoder
+from w4a8.integrations.vllm.ranks import SharedSums
 
 # Norms of all heads at once; parallel blocks; latent attention; experts alone, with shared ones, with norms of results;
 # inputs of layers; linear attention; short convolutions; keys and values that ranks have copies of; joined projections;
@@ -81,6 +87,39 @@ def test_says_what_runs_in_one_call(results):
     assert len(one_call) == 2 * (len(CASES) + 1)
     assert set(said) - set(one_call) == {"w4a8: layers run one by one: W4A8_VLLM_DECODER=0"}
     assert f"w4a8: all {LAYERS} layers run in one call" in one_call
+
+
+def test_vllms_own_sums(results):
+    """Of embeddings and logits. Each rank of each engine says so, where vLLM itself has no shared memory."""
+    said = results[2].count("w4a8: vLLM's sums of ranks go through shared memory")
+    assert said == (0 if hasattr(torch.ops._C, "init_shm_manager") else 2 * (2 * len(CASES) + 1))
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64])
+def test_sums_as_vllm_asks_for_them(ranks, dtype):
+    """By its communicator, of ranks in threads."""
+    memory = torch.zeros(Decoder.ranks_bytes(ranks), dtype=torch.uint8)
+    tensors = [(100 * torch.randn(3, 4, 5)).to(dtype).transpose(0, 1) for _ in range(ranks)]
+
+    def collect(rank):
+        group = CpuCommunicator.__new__(CpuCommunicator)
+        group.world_size, group.rank_in_group, group.ranks, group.device_group = ranks, rank, range(ranks), None
+        group.dist_module = SharedSums(memory, rank, ranks)
+        whole = [group.all_gather(tensors[rank].contiguous(), dim) for dim in (0, -1)]
+        at_one, total = group.gather(tensors[rank], 1), tensors[rank].clone()
+        assert (at_one is None) == (rank != 1)
+        return whole, at_one, group.all_reduce(total)
+
+    with ThreadPoolExecutor(ranks) as pool:
+        found = list(pool.map(collect, range(ranks)))
+    expected = tensors[0] + tensors[1]
+    for tensor in tensors[2:]:
+        expected = expected + tensor
+    assert torch.equal(found[1][1], torch.cat(tensors, -1))
+    for whole, _, total in found:
+        assert torch.equal(whole[0], torch.cat(tensors, 0)) and torch.equal(whole[1], torch.cat(tensors, -1))
+        assert torch.equal(total, expected)
 
 
 # Rows of bfloat16 at the ends; states. Each stage has attention, without which vLLM's stages disagree about the cache.

@@ -48,6 +48,7 @@ def attach(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
     if not is_ours(vllm_config.quant_config):
         return
     hosts.watch(getattr(vllm_config.parallel_config, "nnodes_within_dp", 1))
+    ranks.share_sums()
     layers, reason = None, reason_against(vllm_config, model_config)
     try:
         if reason is None:

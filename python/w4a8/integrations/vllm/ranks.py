@@ -1,7 +1,8 @@
 """Several ranks of one model that run their layers in one call each (tensor, expert and pipeline parallelism).
 
-Ranks with a part of each layer share memory for the sums of a step. Linux frees it with the last of the processes, also
-if they are killed. Ranks that share none, as on several machines, send each other their parts by vLLM's group.
+Ranks with a part of each layer share memory for the sums of a step, and for those that vLLM makes between steps. Linux
+frees it with the last of the processes, also if they are killed. Ranks that share none, as on several machines, send
+each other their parts by vLLM's group.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from typing import Any
 import torch
 from vllm.distributed import get_pp_group, get_tp_group
 
+from w4a8.decoder import Decoder
 from w4a8.integrations.vllm.log import logger
 
 _TIMEOUT = timedelta(seconds=60)  # as of Decoder.set_ranks
+_LATEST = 1800.0  # seconds for a rank to come between steps, where it may compile: torch's for its groups
 
 
 def count() -> int:
@@ -53,8 +56,75 @@ def is_last_stage() -> bool:
     return get_pp_group().is_last_rank
 
 
+class SharedSums:
+    """What vLLM asks of ``torch.distributed`` for tensors of the tensor-parallel group, through memory that its ranks
+    share: vLLM's own shared memory is in its builds for AVX-512 alone.
+
+    Compiled forwards keep ``torch.distributed``, which torch.compile knows.
+    """
+
+    def __init__(self, memory: torch.Tensor, rank: int, ranks: int) -> None:
+        """Arguments as of :meth:`w4a8.decoder.Decoder.gather_ranks`."""
+        self._place = (memory, rank, ranks, _LATEST)
+
+    def _parts(self, part: torch.Tensor) -> torch.Tensor:
+        return Decoder.gather_ranks(part, *self._place)
+
+    def all_reduce(self, tensor: torch.Tensor, group: Any = None) -> None:
+        """``tensor`` becomes the sum over the ranks in their order, each addition rounded to its type."""
+        if torch.compiler.is_compiling():
+            torch.distributed.all_reduce(tensor, group=group)
+            return
+        first, second, *others = self._parts(tensor)
+        first += second
+        for part in others:
+            first += part
+        tensor.copy_(first)
+
+    def all_gather_into_tensor(self, output: torch.Tensor, tensor: torch.Tensor, group: Any = None) -> None:
+        """``output`` becomes the tensors of all ranks, one behind the other."""
+        if torch.compiler.is_compiling():
+            torch.distributed.all_gather_into_tensor(output, tensor, group=group)
+            return
+        output.copy_(self._parts(tensor).view(output.shape))
+
+    def gather(
+        self, tensor: torch.Tensor, gather_list: list[torch.Tensor] | None = None, dst: int = 0, group: Any = None
+    ) -> None:
+        """The tensors of ``gather_list``, which rank ``dst`` gives, become those of the ranks."""
+        if torch.compiler.is_compiling():
+            torch.distributed.gather(tensor, gather_list, dst=dst, group=group)
+            return
+        for place, part in zip(gather_list or [], self._parts(tensor)):
+            place.copy_(part)
+
+
+def share_sums() -> None:
+    """Lets vLLM's sums and gathers of tensors go through shared memory, where they would go over TCP on one machine.
+
+    Every rank calls this, at the same place between sums.
+    """
+    communicator = getattr(get_tp_group(), "device_communicator", None)
+    theirs = getattr(communicator, "dist_module", None)
+    if count() == 1 or agree(None if theirs is torch.distributed else "another way") is not None:
+        return
+    memory, _ = _shared(Decoder.ranks_bytes(count()))
+    if memory is not None:
+        communicator.dist_module = SharedSums(memory, own(), count())
+        logger().info("w4a8: vLLM's sums of ranks go through shared memory")
+
+
 def share_memory(size: int) -> tuple[torch.Tensor, Callable[[list[torch.Tensor]], None] | None]:
     """``memory`` and ``gather`` of :meth:`w4a8.decoder.Decoder.set_ranks`. Every rank calls this."""
+    memory, problem = _shared(size)
+    if memory is not None:
+        return memory, None
+    logger().info("w4a8: ranks add by vLLM's group: %s", problem)
+    return torch.zeros(size, dtype=torch.uint8), _gather
+
+
+def _shared(size: int) -> tuple[torch.Tensor | None, str | None]:
+    """Memory of zeros that all ranks of the group map, or why there is none. Every rank calls this."""
     group = get_tp_group()
     place: list[Any] = [None]
     file, memory, problem = -1, None, None
@@ -76,10 +146,7 @@ def share_memory(size: int) -> tuple[torch.Tensor, Callable[[list[torch.Tensor]]
     finally:
         if file >= 0:
             os.close(file)
-    if memory is not None and problem is None:
-        return memory, None
-    logger().info("w4a8: ranks add by vLLM's group: %s", problem)
-    return torch.zeros(size, dtype=torch.uint8), _gather
+    return (memory, None) if problem is None else (None, problem)
 
 
 def _gather(parts: list[torch.Tensor]) -> None:
