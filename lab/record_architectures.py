@@ -75,7 +75,8 @@ def main() -> int:
         with tempfile.TemporaryDirectory() as folder:
             reader = gguf.GGUFReader(convert(name, model, Path(folder), tiny.VOCAB))
             architecture = reader.get_field("general.architecture").contents()
-            keys = {k: field.contents() for k, field in reader.fields.items() if k.startswith(f"{architecture}.")}
+            ours = (f"{architecture}.", "xielu.")
+            keys = {k: field.contents() for k, field in reader.fields.items() if k.startswith(ours)}
             tensors = {
                 each.name: torch.from_numpy(np.array(each.data)).view([int(size) for size in each.shape[::-1]])
                 for each in reader.tensors

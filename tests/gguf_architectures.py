@@ -122,6 +122,7 @@ MODELS = {
         **ROPE, **QWEN, **WINDOWS, "num_shared_experts": 1, "first_k_dense_replace": 1, "norm_topk_prob": True,
         "routed_scaling_factor": 2.5, "mlp_layer_types": ["dense"] + ["sparse"] * 3,
     }),
+    "apertus": ("Apertus", ROPE),
     "command-r": ("Cohere", {**ROPE, **COHERE}),
     "cohere2": ("Cohere2", {**ROPE, **COHERE, **WINDOWS}),
 }  # fmt: skip
@@ -161,7 +162,6 @@ INT4 = MODELS | {
         "ssm_in_multiplier": 2.0, "ssm_out_multiplier": 0.25, "ssm_multipliers": [0.5, 0.25, 2.0, 0.25, 4.0],
         "mlp_multipliers": [0.5, 0.25],
     }),
-    "apertus": ("Apertus", ROPE),
     "olmo-hybrid": ("OlmoHybrid", {**LINEAR, "linear_key_head_dim": 48, "linear_value_head_dim": 96,
                                    "rope_parameters": None}),
     "olmo-hybrid, rotation": ("OlmoHybrid", {**ROPE, **LINEAR, "linear_allow_neg_eigval": False}),
@@ -242,7 +242,7 @@ class Written:
         self.names = {key: value for key, (_, value) in names.items()}
         tied = set(model.all_tied_weights_keys)
         for key, tensor in model.state_dict().items():
-            if key not in tied:
+            if key not in tied and ".act_fn." not in key:  # these become keys
                 self.put(key, tensor)
 
     def put(self, key, tensor):

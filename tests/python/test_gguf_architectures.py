@@ -196,6 +196,21 @@ def test_heads_that_do_not_fit(name, tensor, shape, tmp_path):
         load(tmp_path)
 
 
+def test_one_number_of_all_layers(tmp_path):
+    floats = model_of("apertus")
+    for layer in floats.model.layers:
+        layer.mlp.act_fn.alpha_p.fill_(0.25)
+    write("apertus", floats, tmp_path, **{"xielu.alpha_p": 0.25})
+    assert torch.equal(load(tmp_path)(TOKENS).logits, floats(TOKENS).logits)
+
+
+@pytest.mark.parametrize("value", [[0.5, 0.25, 0.5], [0.5, 0.25, 0.5, float("nan")], "0.5", ["a", "b", "c", "d"]])
+def test_numbers_that_do_not_fit_the_layers(value, tmp_path):
+    write("apertus", model_of("apertus"), tmp_path, **{"xielu.alpha_n": value})
+    with pytest.raises(ValueError, match=r"xielu.alpha_n is .*, but a number, or one for each of 4 layers"):
+        load(tmp_path)
+
+
 def test_no_quarter_is_rotated(tmp_path):
     factors = {"rope_freqs.weight": torch.ones(32)}
     write("gemma4", model_of("gemma4"), tmp_path, change=lambda tensors: tensors | factors)

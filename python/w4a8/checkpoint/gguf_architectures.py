@@ -37,7 +37,7 @@ from w4a8.checkpoint.gguf_features import (
     yarn_of_gpt_oss,
 )
 from w4a8.checkpoint.gguf_keys import Keys
-from w4a8.checkpoint.gguf_names import GLM_HEADS, QWEN_HEADS, Heads
+from w4a8.checkpoint.gguf_names import GLM_HEADS, QWEN_HEADS, XIELU, Heads
 from w4a8.core.activation import MoEActivation
 from w4a8.core.routing import Router, RoutingMethodType
 
@@ -136,6 +136,8 @@ class Architecture:
         told_by: keys that distinguish architectures of the same name (:func:`named`).
         joined: if queries, keys and values are one matrix in the file, they are one in the model.
         heads: for further tokens (MTP), or None: they are left out everywhere.
+        numbers: keys, without the architecture's name in front, with a number for all layers or one for each, which are
+            parameters of the model.
     """
 
     model: str
@@ -154,6 +156,7 @@ class Architecture:
     joined: bool = False
     told_by: tuple[str, ...] = ()
     heads: Heads | None = None
+    numbers: tuple[str, ...] = ()
 
     @property
     def reads(self) -> frozenset[str]:
@@ -440,6 +443,7 @@ ARCHITECTURES = {
         optional=_LEADING,
         features=(heads, windows(4, 128)),
     ),
+    "apertus": Architecture("Apertus", "apertus", numbers=XIELU),
     "command-r": Architecture(
         "Cohere", "cohere", optional={"logit_scale": "logit_scale"}, eps=_EPS, features=(heads, norms_of_heads)
     ),

@@ -229,6 +229,7 @@ class GGUFFile:
             self.paths = [path.with_name(f"{stem}-{i:05}-of-{count:05}.gguf") for i in range(1, count + 1)]
         self.keys: dict[str, Any] = {}
         self.tensors: dict[str, GGUFTensor] = {}
+        self._added: dict[str, torch.Tensor] = {}
         self._pages = [_Pages(part) for part in self.paths]
         for index, part in enumerate(self.paths):
             with _mapped(part) as data:
@@ -268,6 +269,11 @@ class GGUFFile:
             begin += rows
         del self.tensors[name]
 
+    def add(self, name: str, values: torch.Tensor) -> None:
+        """Adds a tensor float32 [n] of numbers that the keys have. A tensor of this name is replaced."""
+        self._added[name] = values
+        self.tensors[name] = GGUFTensor(0, tuple(values.shape), 0, 0, values.nbytes)
+
     def expect_shape(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises CheckpointError if a tensor is missing or has another shape; names the tensor."""
         found = self._tensor(name).shape
@@ -284,6 +290,8 @@ class GGUFFile:
         """
         tensor = self._tensor(name)
         end = tensor.rows if end is None else end
+        if name in self._added:
+            return self._added[name].view(torch.uint8)[None][begin:end]
         return self._pages[tensor.file].read(
             name, tensor.offset + begin * tensor.row_bytes, end - begin, tensor.row_bytes
         )

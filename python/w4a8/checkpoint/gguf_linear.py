@@ -53,6 +53,17 @@ class GGUFLinears:
         check_counts(file.keys, {each: tensor.shape for each, tensor in file.tensors.items()}, layers)
         if not self.architecture.joined:
             self._split_joined()
+        for key in self.architecture.numbers:
+            self._add_numbers(key)
+
+    def _add_numbers(self, key: str) -> None:
+        """Adds the numbers of a key as a tensor of each layer."""
+        found, layers = np.atleast_1d(self.file.keys.get(key)), self.keys.layers
+        if found.dtype.kind not in "fi" or found.shape not in ((1,), (layers,)) or not np.isfinite(found).all():
+            given = shorten(self.file.keys.get(key))
+            raise CheckpointError(f"{key} is {given}, but a number, or one for each of {layers} layers, is expected")
+        for layer, number in enumerate(np.broadcast_to(found, layers).tolist()):
+            self.file.add(f"blk.{layer}.{key}", torch.tensor([number], dtype=torch.float32))
 
     def _split_joined(self) -> None:
         """Splits queries, keys and values, which some files have in one matrix."""

@@ -26,6 +26,8 @@ STACKS = {
 }
 _EXPERTS = re.compile(r"(?P<path>.+\.experts)\.(?P<leaf>gate_up_proj|up_proj|down_proj)(?P<bias>_bias)?")
 _LAYER = re.compile(r"\.(\d+)\.")
+# Keys of Apertus, and tensors of a layer that they become (gguf_linear.py).
+XIELU = tuple(f"xielu.{name}" for name in ("alpha_n", "alpha_p", "beta", "eps"))
 # End of a name in a checkpoint, and its tensors of the layer, one below the other.
 RULES = {
     ".in_proj_qkvz.weight": ("attn_qkv.weight", "attn_gate.weight"),
@@ -38,6 +40,7 @@ RULES = {
     ".expert_bias": ("exp_probs_b.bias",),
     ".router.scale": ("ffn_gate_inp.scale",),
     ".router.per_expert_scale": ("ffn_down_exps.scale",),
+    **{key.replace("xielu", ".act_fn"): (key,) for key in XIELU},
 }
 
 
