@@ -28,12 +28,8 @@ def read_index(directory: Path) -> dict[str, str] | None:
         raise CheckpointError(f"{index} has no weight_map")
     for name in file_of.values():
         if not isinstance(name, str) or Path(name).name != name or name in ("", ".."):
-            raise CheckpointError(_no_file(directory, name))
+            raise CheckpointError(f"{index} names {shorten(name)}, which is no file of {directory}")
     return file_of
-
-
-def _no_file(directory: Path, name: object) -> str:
-    return f"{directory / INDEX_NAME} names {shorten(name)}, which is no file of {directory}"
 
 
 def files_of(directory: Path, index: Mapping[str, str] | None) -> list[str]:

@@ -97,20 +97,15 @@ def from_pack_quantized(tensors: Tensors, name: str, group_size: int, symmetric:
     words = take(tensors, name, "weight_packed", (torch.int32,), 2)
     rows, features = stated_shape(tensors, name, (len(words), in_word * words.shape[1]))
     groups_of(features, group_size, name, "weight_shape")
-    check_words(words.shape, name, rows, features, bits)
+    size = f"{rows} x {features} features"
+    expect_shape(words.shape, name, "weight_packed", (rows, -(-features // in_word)), size)
     zeros = None
     if tensors.get("weight_zero_point") is not None or not symmetric:
         packed = take(tensors, name, "weight_zero_point", (torch.int32,), 2)
-        why = f"{rows} x {features} features"
-        expect_shape(packed.shape, name, "weight_zero_point", (-(-rows // in_word), packed.shape[1]), why)
+        expect_shape(packed.shape, name, "weight_zero_point", (-(-rows // in_word), packed.shape[1]), size)
         zeros = word_codes(packed.T, bits).T[:rows]
     stored = word_bytes(words)[:, : features * bits // 8].contiguous()
     return _rest(tensors, name, stored, zeros, group_size, symmetric, bits)
-
-
-def check_words(words: tuple[int, ...], name: str, rows: int, features: int, bits: int) -> None:
-    """Raises ValueError unless the shape ``words`` of ``weight_packed`` fits ``rows`` x ``features`` codes."""
-    expect_shape(words, name, "weight_packed", (rows, -(-features // (32 // bits))), f"{rows} x {features} features")
 
 
 _SCALES = Part("weight_scale", "weight_scale", torch.float32, ("n", "g"))
