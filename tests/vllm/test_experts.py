@@ -321,7 +321,7 @@ def test_separate_gate_and_up_where_rows_alternate(shard):
 GPTQ = {"qweight": (16, 64), "qzeros": (4, 8), "scales": (4, 64)}  # of w1, [64, 128] in groups of 32
 
 
-def gptq_tensor(layer, stack, shard, name, value, expert=0, without_number=None):
+def gptq_tensor(layer, stack, shard, name, value, expert=0):
     shapes = GPTQ if stack == "w13" else {"qweight": (8, 128), "qzeros": (2, 16), "scales": (2, 128)}
     dtype = torch.float16 if name == "scales" else torch.int32
     parameter = getattr(layer, f"{stack}_{name}")

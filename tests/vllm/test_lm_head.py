@@ -10,12 +10,12 @@ from w4a8.integrations.vllm.linear_layers import Rounded, W4A8LinearMethod, lm_h
 from w4a8.ops import read_header
 
 
-def make_head(rows=48, columns=64, seed=0) -> ParallelLMHead:
+def make_head(columns=64, seed=0) -> ParallelLMHead:
     """With a weight, but without the rest of a model."""
     head = ParallelLMHead.__new__(ParallelLMHead)
     torch.nn.Module.__init__(head)
     head.embedding_dim = columns
-    weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    weight = torch.randn(48, columns, generator=torch.Generator().manual_seed(seed)).bfloat16()
     head.weight = torch.nn.Parameter(weight, requires_grad=False)
     return head
 
