@@ -1,5 +1,7 @@
 // decoder_add_linear_attention: linear attention for the last layer of a decoder.
 
+#include <algorithm>
+
 #include "core/decoder/step.h"
 #include "torch/context.h"
 #include "torch/decoder_parts.h"
@@ -117,8 +119,11 @@ void decoder_add_linear_attention_cpu(const Tensor& decoder, Tensors projections
     channels = plan.delta.channels();
   } else if (plan.kind == LinearPlan::Kind::kStateSpace) {
     heads.check();
-    W4A8_CHECK(norm_groups >= 1 && value_heads % norm_groups == 0, "norm_groups is ", norm_groups,
-               ", expected a divisor of value_heads, ", value_heads);
+    plan.norms_over_ranks = norm_groups == 0;
+    W4A8_CHECK(plan.norms_over_ranks || (norm_groups >= 1 && value_heads % norm_groups == 0), "norm_groups is ",
+               norm_groups, ", expected a divisor of value_heads, ", value_heads, ", or 0");
+    W4A8_CHECK(!plan.norms_over_ranks || (norm.has_value() && !norm_first),
+               "norm_groups is 0, expected a norm with it, and norm_first false");
     plan.space.heads = value_heads;
     plan.space.channels = value_size;
     plan.space.groups = key_heads;
@@ -128,7 +133,7 @@ void decoder_add_linear_attention_cpu(const Tensor& decoder, Tensors projections
     plan.space.skips = floats_for(*found, "d", d, value_heads);
     check_count("norm", norm, plan.space.width());
     plan.space.norm = found->keep_floats("norm", norm);
-    plan.space.norm_groups = norm_groups;
+    plan.space.norm_groups = std::max(norm_groups, int64_t{1});
     plan.space.norm_eps = eps;
     plan.space.norm_first = norm_first;
     channels = plan.space.rows();

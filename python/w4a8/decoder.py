@@ -124,7 +124,8 @@ class Decoder:
                 without.
             out: packed, the output projection.
             conv_weight: floating [channels, width].
-            **fields: ``kind``, and the other arguments of the operator ``decoder_add_linear_attention``.
+            **fields: ``kind``, and the other arguments of the operator ``decoder_add_linear_attention``. With
+                ``norm_groups`` 0 the norm of ``state_space`` is one of the heads of all ranks.
 
         Raises:
             RuntimeError: sizes do not fit; names the argument.

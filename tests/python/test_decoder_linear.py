@@ -39,6 +39,7 @@ LAYERS = {
     "interleaved": ("gated_delta", {"interleaved": True, "gates": torch.float32}),
     "interleaved, packed": ("gated_delta", {"interleaved": True, "parts": 2}),
     "state space": ("state_space", {"norm_groups": 2}),
+    "state space, norm over ranks": ("state_space", {"norm_groups": 0}),
     "state space, norm first": ("state_space", {"norm_first": True, "gates": torch.float16}),
     "state space without a norm": ("state_space", {"norm": None, "parts": 1}),
     "short convolution": ("short_conv", {"parts": 1}),
@@ -114,7 +115,7 @@ class Linear:
         b, a = (part.flatten(1) for part in gates.view(len(x), KEYS, -1).split(group, 2))
         return torch.cat([q, k, v], 1), z, b, a
 
-    def alone(self, x, starts):
+    def alone(self, x, starts, norm_of_all_heads=rms_norm):
         """What the operator gives for whole sequences, in states of their own."""
         parts, count = self.rows(x), len(starts) - 1
         where = {
@@ -144,10 +145,13 @@ class Linear:
             y = ops.gated_delta(qkv, z, ba, self.conv_weight, **weights, **heads, **where)
         elif self.kind == "state_space":
             z, xbc, dt = parts
-            norms = {name: f[name] for name in ("norm_groups", "norm_first") if name in f}
+            norms = {name: f[name] for name in ("norm_groups", "norm_first") if f.get(name)}
+            over_ranks = f.get("norm_groups") == 0
+            weights["norm"] = None if over_ranks else f["norm"]
             y = ops.state_space(
                 xbc, z, dt, self.conv_weight, f["conv_bias"], d=f["d"], groups=KEYS, **weights, **norms, **where
             )
+            y = norm_of_all_heads(y, f["norm"]) if over_ranks else y
         else:
             y = ops.short_conv(torch.cat(parts, 1), self.conv_weight, f["conv_bias"], **where)
         return matmul(y, self.out, y.shape[1])
@@ -211,17 +215,26 @@ class Model(Steps):
         for layer in self.layers:
             normed = rms_norm(x, layer["norm"])
             if "linear" in layer:
-                x = x + self.residual * layer["linear"].alone(normed, tables[2])
+                y = layer["linear"].alone(normed, tables[2], self.norm_of_all_heads)
+                x = x + self.residual * self.of_all_ranks(y)
             elif layer["attention"]:
                 x = x + self.residual * self.attention(layer["attention"], normed, tables, angles)
             if layer["mlp"]:
                 ids = torch.zeros(len(x), 1, dtype=torch.int32)
                 (both,), down = layer["mlp"]["gate_up"], layer["mlp"]["down"]
                 normed = rms_norm(x, layer["mlp"]["mlp_input_norm"])
-                x = x + self.residual * w4a8.dynamic_4bit_int_moe(
+                y = w4a8.dynamic_4bit_int_moe(
                     normed, ids, torch.ones(len(x), 1), both[None], down[None], HIDDEN, INNER, 2 * INNER, 0, False, 0
                 )
+                x = x + self.residual * self.of_all_ranks(y)
         return rms_norm(x, self.norm)
+
+    def of_all_ranks(self, y):
+        """The sum of what each rank makes."""
+        return y
+
+    def norm_of_all_heads(self, rows, weight):
+        return rms_norm(rows, weight)
 
     def attention(self, layer, x, tables, angles):
         rows = torch.cat([matmul(x, each, HIDDEN) for each in layer["qkv"]], 1) + layer["qkv_bias"]

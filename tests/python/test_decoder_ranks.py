@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import test_decoder_linear
 import torch
 from common import assert_same_bits
 from test_decoder import EPS, HIDDEN, Model, mean_of
@@ -33,12 +34,8 @@ PLACES = {
 }
 
 
-class Rank(Model):
-    """The model of one rank."""
-
-    def __init__(self, together, rank, **options):
-        super().__init__(common=torch.Generator().manual_seed(7), **options)
-        self.together, self.rank = together, rank
+class OfAllRanks:
+    """What a model of one rank makes with the others, its ``together`` and ``rank``."""
 
     def of_all_ranks(self, part):
         return self.together.sum(self.rank, part)
@@ -49,6 +46,18 @@ class Rank(Model):
         return torch.from_numpy(flat * (np.float32(1) / np.sqrt(mean + np.float32(EPS))) * weight.numpy()).view(
             rows.shape
         )
+
+
+class Rank(OfAllRanks, Model):
+    """The model of one rank."""
+
+    def __init__(self, together, rank, **options):
+        super().__init__(common=torch.Generator().manual_seed(7), **options)
+        self.together, self.rank = together, rank
+
+
+class LinearRank(OfAllRanks, test_decoder_linear.Model):
+    """One with layers of linear attention."""
 
 
 class Together:
@@ -103,6 +112,19 @@ def test_two_ranks(name, tokens):
     models = make_ranks(2, **MODELS[name])
     join(models, shared(2))
     check(models, tokens)
+
+
+@pytest.mark.parametrize("tokens", [1, 37])
+def test_a_norm_of_the_states_of_all_ranks(tokens):
+    together = Together(2)
+    models = [LinearRank(["state space, norm over ranks", "as one", "state space"]) for _ in range(2)]
+    for rank, model in enumerate(models):
+        model.together, model.rank = together, rank
+    join(models, shared(2))
+    x = torch.randn(tokens, HIDDEN)
+    expected = of_each(models, lambda model: model.one_by_one(x, [tokens]))
+    for a, b in zip(of_each(models, lambda model: model.step(x, [tokens], [tokens])), expected):
+        assert_same_bits(a, b)
 
 
 @pytest.mark.parametrize("count", PLACES)

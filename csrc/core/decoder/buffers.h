@@ -37,7 +37,7 @@ struct Buffers {
     for (const LayerPlan& layer : plan.layers) {
       const AttentionPlan& attention = layer.attention;
       const LinearPlan& linear = layer.linear;
-      norms_over_ranks = norms_over_ranks || plan.norms_over_ranks(attention);
+      norms_over_ranks = norms_over_ranks || plan.norms_over_ranks(attention) || plan.norms_over_ranks(linear);
       qkv_size = std::max({qkv_size, attention.qkv.n(), linear.in.n()});
       attended_size = std::max(attended_size, attention.heads * attention.value_size());
       if (linear.out) {

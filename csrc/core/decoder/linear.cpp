@@ -69,7 +69,7 @@ class Parts {
 }  // namespace
 
 void run_linear(const Kernel& kernel, Team& team, Workspace& workspace, const LinearPlan& plan,
-                const LinearStates& states, const LinearRows& rows, float* out) {
+                const LinearStates& states, const LinearRows& rows, bool norms, float* out) {
   const Parts parts(plan, rows, states.sequences.tokens());
   const auto convolution = [&](int64_t column, bool activate) {
     return Convolution{parts.at(column),   plan.conv_weight, plan.channels, plan.width,
@@ -101,7 +101,9 @@ void run_linear(const Kernel& kernel, Team& team, Workspace& workspace, const Li
     call.head_stride = states.head_stride;
     call.channel_stride = states.row_stride;
     call.out = out;
-    state_space(kernel, team, workspace, plan.space, call);
+    StateSpaceLayer layer = plan.space;
+    if (!norms) layer.norm = nullptr;
+    state_space(kernel, team, workspace, layer, call);
   } else {
     ShortConvCall call = {};
     call.sequences = states.sequences;

@@ -37,8 +37,9 @@ struct LinearRows {
   }
 };
 
-/// out: [tokens, out_size()], what LinearPlan::out takes. The states become those behind the tokens.
+/// out: [tokens, out_size()], what LinearPlan::out takes. The states become those behind the tokens. norms: whether a
+/// state space has its norm.
 void run_linear(const Kernel& kernel, Team& team, Workspace& workspace, const LinearPlan& plan,
-                const LinearStates& states, const LinearRows& rows, float* out);
+                const LinearStates& states, const LinearRows& rows, bool norms, float* out);
 
 }  // namespace w4a8

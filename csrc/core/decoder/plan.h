@@ -118,6 +118,7 @@ struct LinearPlan {
   Products out;        ///< none: the layer has no linear attention
   GatedDeltaLayer delta = {};
   StateSpaceLayer space = {};
+  bool norms_over_ranks = false;       ///< state space: one norm, of the heads of all ranks at once
   bool interleaved = false;            ///< gated delta: all parts of a key head are next to each other
   bool apart = false;                  ///< gated delta: queries, keys and values come from several matrices
   const float* conv_weight = nullptr;  ///< [width, channels]
@@ -216,6 +217,7 @@ struct DecoderPlan {
 
   /// Whether norms are of all heads of all ranks at once.
   bool norms_over_ranks(const AttentionPlan& attention) const { return ranks != nullptr && attention.norms_whole_rows; }
+  bool norms_over_ranks(const LinearPlan& linear) const { return ranks != nullptr && linear.norms_over_ranks; }
   /// Numbers of a token that the layers get.
   int64_t input_columns() const {
     int64_t columns = 0;

@@ -117,6 +117,18 @@ class Step : private StepWork {
     });
   }
 
+  // Likewise of a state space.
+  void norm_over_ranks(const LinearPlan& plan) {
+    const int64_t n = plan.out_size();
+    for_rows(m_, [&](int64_t r) { b_.squares[r] = mean_square(b_.attended + r * n, n); });
+    plan_.ranks->sum(team_, b_.squares, m_);
+    const auto ranks = static_cast<float>(plan_.ranks->count());
+    for_rows(m_, [&](int64_t r) {
+      float* const row = b_.attended + r * n;
+      rms_norm_of(row, b_.squares[r] / ranks, plan.space.norm, plan.space.norm_eps, n, row);
+    });
+  }
+
   // The new tokens' keys and values, to the cache.
   void write_keys(const AttentionPlan& plan, const PagedCache& cache) {
     const int64_t size = plan.kv_size();
@@ -156,7 +168,9 @@ class Step : private StepWork {
     const LinearRows rows = {b_.qkv, b_.gates, b_.mixed, b_.raised, b_.raised + m_ * plan.z_up.n()};
     if (plan.z_up) raise(plan.z_up, rows.columns(plan, m_, plan.channels), rows.z);
     if (plan.decay_up) raise(plan.decay_up, rows.columns(plan, m_, plan.channels + plan.z_columns()), rows.decays);
-    run_linear(kernel_, team_, workspace_, plan, states, rows, b_.attended);
+    const bool over_ranks = plan_.norms_over_ranks(plan);
+    run_linear(kernel_, team_, workspace_, plan, states, rows, !over_ranks, b_.attended);
+    if (over_ranks) norm_over_ranks(plan);
     plan.out.multiply(kernel_, team_, workspace_, b_.attended, m_, b_.y);
   }
 
