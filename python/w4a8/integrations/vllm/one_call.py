@@ -7,7 +7,6 @@ not compiled. Other models keep vLLM's forward, and the log says why.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -225,8 +224,6 @@ class OneCall:
         self._set_ranks(decoder)
         self.decoder, self.ropes, self._is_stale = decoder, ropes.tables, False
         self._has_inputs = any(made.layer_input for made in fields)
-        if self._has_inputs and not (self._is_first and self._is_last):
-            raise Unfit("layers with inputs of their own in several stages")
 
     def join_ranks(self) -> str | None:
         """Lets ranks add what each of them makes of its part; returns why this one cannot. Every rank calls this."""
@@ -254,11 +251,14 @@ class OneCall:
         self._stock = owner.forward
         owner.forward = self.forward
         if not (self._is_first and self._is_last):
+            self._stock_empty = self.model.make_empty_intermediate_tensors
             self.model.make_empty_intermediate_tensors = self._empty_rows
 
     def _empty_rows(self, batch_size: int, dtype: torch.dtype, device: torch.device) -> IntermediateTensors:
-        """Rows between stages (upstream's contract), in float32 as between layers."""
-        return IntermediateTensors({"hidden_states": torch.zeros(batch_size, self.hidden_size, device=device)})
+        """Rows between stages (upstream's contract), in float32 as between layers, and numbers of all layers."""
+        rows = {"hidden_states": torch.zeros(batch_size, self.hidden_size, device=device)}
+        stock = self._stock_empty(batch_size, dtype, device).items() if self._has_inputs else ()
+        return IntermediateTensors(rows | {name: each for name, each in stock if name == "per_layer_inputs"})
 
     def _forget(self) -> None:
         self._is_stale = True
@@ -281,9 +281,10 @@ class OneCall:
         if self._is_first:
             hidden = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
             hidden = hidden if self.embedding_factor == 1 else hidden * self.embedding_factor
-        else:
+            numbers = self._layer_inputs(input_ids, hidden, inputs_embeds, per_layer_inputs)
+        else:  # where vLLM's own forward leaves the numbers of layers out
             hidden = intermediate_tensors["hidden_states"]
-        numbers = partial(self._layer_inputs, input_ids, hidden, inputs_embeds, per_layer_inputs)
+            numbers = intermediate_tensors["per_layer_inputs"] if self._has_inputs else None
         return self._run(hidden, positions, inputs_embeds is None, numbers)
 
     def _run(
@@ -291,16 +292,14 @@ class OneCall:
         hidden: torch.Tensor,
         positions: torch.Tensor,
         of_text: bool,
-        numbers: Callable[[int], torch.Tensor | None] = lambda tokens: None,
+        numbers: torch.Tensor | None = None,
     ) -> torch.Tensor | IntermediateTensors:
-        """What ``forward`` returns, of the rows in front of the first layer. ``numbers`` of the first tokens: see
-        :meth:`_layer_inputs`.
-        """
+        """What ``forward`` returns, of the rows in front of the first layer. numbers: as of :meth:`_layer_inputs`."""
         metadata = get_forward_context().attn_metadata
         if isinstance(metadata, list):
             (metadata,) = metadata
         if not metadata:  # vLLM warms up, and there is no cache yet
-            return self._rows(torch.zeros_like(hidden, dtype=self.dtype))
+            return self._rows(torch.zeros_like(hidden, dtype=self.dtype), numbers)
         if self._is_stale:
             self.read()
         steps = [metadata[name] for name in self.names]
@@ -315,7 +314,10 @@ class OneCall:
         places = positions[0] if positions.dim() == 2 else positions
         step = (hidden[:tokens], places[:tokens].long(), self.caches(), tables, self.ropes)
         states = step_states(self.linear, metadata)
-        given = numbers(tokens)
+        given = None
+        if numbers is not None:
+            first = 0 if self._of_transformers else self.inner.start_layer
+            given = numbers[:tokens, first : first + len(self.layers)].flatten(1)
         if self._head is None or not of_text:
             self._threads.restore()
             threads = 0
@@ -330,11 +332,12 @@ class OneCall:
             self._head.keep(found[last], logits)
         if tokens < len(hidden):
             found = torch.cat([found, found.new_zeros(len(hidden) - tokens, found.shape[1])])
-        return self._rows(found)
+        return self._rows(found, numbers)
 
-    def _rows(self, rows: torch.Tensor) -> torch.Tensor | IntermediateTensors:
+    def _rows(self, rows: torch.Tensor, numbers: torch.Tensor | None) -> torch.Tensor | IntermediateTensors:
         """What ``forward`` returns."""
-        return rows if self._is_last else IntermediateTensors({"hidden_states": rows})
+        more = {} if numbers is None else {"per_layer_inputs": numbers}
+        return rows if self._is_last else IntermediateTensors({"hidden_states": rows} | more)
 
     def _layer_inputs(
         self,
@@ -342,14 +345,13 @@ class OneCall:
         hidden: torch.Tensor,
         inputs_embeds: torch.Tensor | None,
         given: torch.Tensor | None,
-        tokens: int,
     ) -> torch.Tensor | None:
-        """The numbers [tokens, numbers] of all layers; None: they get none. ``given``: with ``inputs_embeds``."""
+        """The numbers [rows, layers, numbers] of all stages; None: there are none. ``given``: with inputs_embeds."""
         if not self._has_inputs:
             return None
         if inputs_embeds is None:
             given = self.inner.get_per_layer_inputs(input_ids)
-        return self.inner.project_per_layer_inputs(hidden, given)[:tokens].flatten(1)
+        return self.inner.project_per_layer_inputs(hidden, given)
 
     def caches(self) -> list[torch.Tensor]:
         """Of each layer, uint8 [pages, kv_heads, bytes]."""
