@@ -243,7 +243,7 @@ def changed(**attributes):
         ("Mamba-2", changed(activation="gelu"), "another form of Mamba-2"),
         ("Mamba-2", changed(use_replayssm=True, get_state_dtype=lambda: (torch.float32,) * 5), "another form"),
         ("Mamba-2", changed(conv_kernel_size=9), "another convolution"),
-        ("Mamba-2", changed(tp_size=4), "a norm over several ranks"),
+        ("Mamba-2", changed(tp_size=4), "a norm over some of the ranks"),
         (
             "Mamba-2",
             lambda layer: vars(layer.cache_config).update(mamba_ssm_cache_dtype="bfloat16"),

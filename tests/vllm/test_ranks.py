@@ -18,7 +18,7 @@ from w4a8.integrations.vllm.ranks import SharedSums
 
 # Norms of all heads at once; parallel blocks; latent attention; experts alone, with shared ones, with norms of results;
 # inputs of layers; linear attention; short convolutions; keys and values that ranks have copies of; joined projections;
-# Mamba-2, of whose groups ranks have copies, with factors of products.
+# Mamba-2, of whose groups ranks have copies, with factors of products, and with a norm of all ranks' heads.
 CUT = (
     "llama",
     "olmo2",
@@ -32,6 +32,7 @@ CUT = (
     "qwen35moe",
     "phi3, long",
     "falcon-h1",
+    "nemotron_h_moe",
 )
 WHOLE_EXPERTS = ("deepseek2, V3", "exaone-moe", "qwen35moe")
 GPT_OSS = Case("gpt_oss", 32, "int-quantized", "float32", "symmetric")  # biases, which one rank adds

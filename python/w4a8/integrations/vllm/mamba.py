@@ -67,8 +67,12 @@ def reason_against(layer: Any) -> str | None:
         return "another form of Mamba-2"
     if not {layer.head_dim, layer.ssm_state_size}.issubset(ops.STATE_SIZES):
         return f"states of heads of {layer.head_dim} x {layer.ssm_state_size}"
-    norm, ranks = layer.norm, layer.tp_size
-    return "a norm over several ranks" if norm.use_rms_norm and norm.n_groups % ranks else None
+    return "a norm over some of the ranks" if layer.norm.n_groups > 1 and _norms_over_ranks(layer) else None
+
+
+def _norms_over_ranks(layer: Any) -> bool:
+    """Whether a layer of Mamba-2 has a norm of more than this rank's heads."""
+    return layer.norm.use_rms_norm and layer.norm.n_groups % layer.tp_size != 0
 
 
 def _take(layer: Any) -> None:
@@ -78,7 +82,8 @@ def _take(layer: Any) -> None:
     layer.w4a8_runs_core = True  # compiled graphs are named after numbers of layers
     _forget(layer)
     if type(layer).__name__ == "MambaMixer2":
-        layer.norm._forward_method = _normed
+        if not _norms_over_ranks(layer):
+            layer.norm._forward_method = _normed
         layer.get_kv_cache_spec = MethodType(_kv_cache_spec, layer)
 
 
@@ -128,12 +133,13 @@ def _convolution(linear: Any) -> dict[str, torch.Tensor | None]:
 
 
 def norm_numbers(layer: Any) -> dict[str, Any]:
-    """``norm_eps`` and ``norm_groups`` of ``state_space``, of this rank's heads."""
-    return {"norm_eps": layer.norm.variance_epsilon, "norm_groups": max(1, layer.norm.n_groups // layer.tp_size)}
+    """``norm_eps`` and ``norm_groups`` of ``Decoder.add_linear_attention``, of this rank's heads."""
+    groups = 0 if _norms_over_ranks(layer) else max(1, layer.norm.n_groups // layer.tp_size)
+    return {"norm_eps": layer.norm.variance_epsilon, "norm_groups": groups}
 
 
 def state_space(self: Any, projected_states: torch.Tensor, output: torch.Tensor) -> None:
-    """In place of upstream's ``conv_ssm_forward``, with the gated norm.
+    """In place of upstream's ``conv_ssm_forward``, with the gated norm unless that is over several ranks.
 
     Args:
         projected_states: [tokens, ..], the projections z, x, B, C and dt of this rank. Tokens behind those of the step
@@ -146,16 +152,19 @@ def state_space(self: Any, projected_states: torch.Tensor, output: torch.Tensor)
         output.zero_()
     elif step.num_accepted_tokens is not None:  # the state after each guess is kept
         type(self).conv_ssm_forward(self, projected_states, output)
-        output.copy_(self.norm.forward_native(output, projected_states[..., : sizes[0]]))
+        if not _norms_over_ranks(self):
+            output.copy_(self.norm.forward_native(output, projected_states[..., : sizes[0]]))
     else:
         tokens = step.num_decode_tokens + step.num_prefill_tokens
         z, xbc, dt = projected_states[:tokens].split(sizes, -1)
+        fields = weights_of(self) | norm_numbers(self)
+        if _norms_over_ranks(self):  # vLLM's, of the gated rows
+            z, fields = None, fields | {"norm": None, "norm_groups": 1}
         output[:tokens] = ops.state_space(
             xbc,
             z,
             dt,
-            **weights_of(self),
-            **norm_numbers(self),
+            **fields,
             groups=self.n_groups // self.tp_size,
             conv_state=conv_state_of(self)[:, : self.conv_kernel_size - 1],
             state=self.kv_cache[1],
