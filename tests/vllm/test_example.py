@@ -71,8 +71,10 @@ def test_a_second_start_of_the_server(tmp_path):
     assert answers[0] == answers[1]
 
 
-def test_several_ranks_in_one_process():
-    """Refused by name: the class makes one rank."""
-    config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))
-    with pytest.raises(ValueError, match=r"executor\.InProcess runs one rank, and there are 2: use mp"):
+@pytest.mark.parametrize("ranks, machines, moves", [(4, 1, None), (2, 2, None), (2, 1, "a connector")])
+def test_what_is_left_to_vllms_executor(ranks, machines, moves):
+    """Refused by name."""
+    parallel = SimpleNamespace(world_size=ranks, tensor_parallel_size=2, nnodes_within_dp=machines)
+    config = SimpleNamespace(parallel_config=parallel, kv_transfer_config=moves, ec_transfer_config=None)
+    with pytest.raises(ValueError, match=r"executor\.InProcess is not for stages, several machines or .*: use mp"):
         InProcess._init_executor(SimpleNamespace(vllm_config=config))

@@ -38,6 +38,7 @@ _ALLOCATOR = "libtcmalloc"  # of Google's; vLLM looks for this name
 _LONGEST = 8192  # default of --max-model-len
 _EAGER, _HEADLESS, _NAMED = "--enforce-eager", "--headless", "served-model-name"
 _EXECUTOR = "distributed-executor-backend"
+_MPS = (_EXECUTOR, "kv-transfer-config", "ec-transfer-config", "mm-processor-cache-type")  # for vLLM's own executor
 _SERVERS = "api-server-count"
 _NODES = ("nnodes", "1", int, "-n")
 _PARALLEL = (("tensor", "-tp"), ("pipeline", "-pp"), ("data", "-dp"))
@@ -107,9 +108,10 @@ def vllm_program() -> list[str] | None:
 
 
 def _executor(rest: Sequence[str]) -> list[str]:
-    """The option that keeps a single rank in the engine's process, where the user and this vLLM leave that to us."""
-    alone = math.prod(_parallel(rest)) * _said(rest, *_NODES) == 1 and not _said(rest, _EXECUTOR, "", str)
-    name = binding.in_process() if alone else None
+    """The option that keeps the first rank in the engine's process, where the user and this vLLM leave that to us."""
+    _, stages, _ = _parallel(rest)
+    others = stages * _said(rest, *_NODES) > 1 or any(_said(rest, each, "", str) for each in _MPS)
+    name = None if others else binding.in_process()
     return [] if name is None else [f"--{_EXECUTOR}={name}"]
 
 

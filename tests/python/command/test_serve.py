@@ -378,19 +378,23 @@ def test_numbers_out_of_range(arguments, tmp_path, started, capsys):
 
 has_module = binding.has_module
 EXECUTOR = "--distributed-executor-backend"
+IN_PROCESS = f"{EXECUTOR}=w4a8.integrations.vllm.executor.InProcess"
 
 
 @pytest.mark.parametrize(
     ("there", "rest", "option"),
     [
-        (True, [], f"{EXECUTOR}=w4a8.integrations.vllm.executor.InProcess"),
+        (True, [], IN_PROCESS),
         (False, [], None),
-        (True, ["-tp", "2"], None),
+        (True, ["-tp", "2"], IN_PROCESS),
+        (True, ["--data-parallel-size=2"], IN_PROCESS),
+        (True, ["-pp", "2"], None),
         (True, ["--tensor-parallel-size=2", "--nnodes=2"], None),
+        (True, ["--kv_transfer_config={}"], None),
         (True, [EXECUTOR, "mp"], "mp"),
     ],
 )
-def test_one_rank_stays_in_the_process_of_the_engine(there, rest, option, tmp_path, started, monkeypatch):
+def test_the_first_rank_stays_in_the_process_of_the_engine(there, rest, option, tmp_path, started, monkeypatch):
     """Unless vLLM lacks what this takes, or the user says otherwise."""
     monkeypatch.setattr(binding, "has_module", lambda name: there and name == "vllm.utils.ompmultiprocessing")
     assert main(["serve", str(write(tmp_path / "m", **QWEN)), *rest]) == 0

@@ -116,8 +116,8 @@ def has_module(name: str) -> bool:
 
 
 def in_process() -> str | None:
-    """For vLLM's ``distributed_executor_backend``, with one rank: the rank runs in the engine's process, bound as in a
-    process of its own. None: this vLLM lacks what that takes.
+    """For vLLM's ``distributed_executor_backend``, without stages, on one machine: the first rank runs in the engine's
+    process, bound as in a process of its own. None: this vLLM lacks what that takes.
     """
     return "w4a8.integrations.vllm.executor.InProcess" if has_module("vllm.utils.ompmultiprocessing") else None
 

@@ -22,7 +22,7 @@ from w4a8.integrations.vllm.log import logger
 _PATIENCE = 60  # seconds for other ranks to connect
 # Of connections between ranks: a machine that does not answer for half a minute has ended.
 _KEPT_ALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 4}
-_GRACE = 10  # seconds for vLLM to end a process in its way
+GRACE = 10  # seconds for vLLM to end a process in its way
 _watched: list[socket.socket] = []
 
 
@@ -69,6 +69,11 @@ def _end_after(connection: socket.socket, rank: int) -> None:
     except OSError as error:
         problem = f"does not answer ({error})"
     logger().error("w4a8: rank %d %s: this rank ends, too", rank, problem)
+    end()
+
+
+def end() -> None:
+    """Ends this process, also if its main thread waits in a call that signals do not end."""
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(_GRACE)
-    os._exit(1)  # the main thread waits in a call that signals do not end
+    time.sleep(GRACE)
+    os._exit(1)
