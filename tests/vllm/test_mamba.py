@@ -1,6 +1,7 @@
 """Layers of Mamba-2 and of short convolutions without an engine: with this package's operators beside vLLM's own."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -200,26 +201,46 @@ def test_padding_and_warming_up(layer_of, kind):
     assert not padded[TOKENS:].any()
 
 
-def test_guessed_tokens_are_vllms(layer_of, monkeypatch):
-    """With the norm, which is vLLM's then."""
-    layer, x = layer_of("Mamba-2"), tokens(count=2)
-    guessed = step((1, 1), (True, True), (4, 1), num_accepted_tokens=torch.tensor([1, 1], dtype=torch.int32))
-    plain = step((1, 1), (True, True), (4, 1))
-    own = mamba_mixer2.MambaMixer2.conv_ssm_forward
+def guesses(lengths, accepted, kind, prompts=(), slots=()):
+    """Sequences with up to two guesses each, in pages of their own, and how many tokens of the last step were taken;
+    behind them prompts that begin, in slots."""
+    count = len(lengths)
+    return replace(
+        step(prompts, (False,) * len(prompts), slots, kind), num_decodes=count, num_decode_tokens=sum(lengths),
+        num_reqs=count + len(prompts), query_start_loc_d=torch.tensor([0, *lengths]).cumsum(0).int(),
+        state_indices_tensor_d=torch.arange(3 * count, dtype=torch.int32).view(count, 3),
+        num_accepted_tokens=torch.tensor(accepted, dtype=torch.int32),
+    )  # fmt: skip
 
-    def noting(self, projected_states, output):
-        seen.append(1)
-        self_step = {NAME: plain}
-        with override_forward_context(SimpleNamespace(no_compile_layers={NAME: self}, attn_metadata=self_step)):
-            own(self, projected_states, output)
 
-    expected, seen = run(layer, [plain], x), []
-    monkeypatch.setattr(mamba_mixer2.MambaMixer2, "conv_ssm_forward", noting)
+@pytest.mark.parametrize("layout", ["SD", "DS"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_guessed_tokens_change_no_bit(layer_of, kind, layout, monkeypatch):
+    """Steps with as many guesses as there are, or fewer, or none, and a prompt that begins beside them; all but two
+    of the tokens of the first sequence are right."""
+    layer, x = layer_of(kind, guesses=GUESSES), tokens(count=40)
+    if layout == "DS":
+        monkeypatch.setattr(mamba_utils, "is_conv_state_dim_first", lambda: True)
+        layer.kv_cache = (layer.kv_cache[0].transpose(1, 2).contiguous(), *layer.kv_cache[1:])
     attach(layer)
-    assert_near(run(layer, [plain], x), expected)
-    assert not seen
-    assert all(map(torch.equal, run(layer, [guessed], x), expected))
-    assert seen
+    first, second = list(range(17)), list(range(20, 40))
+    steps, order = [guesses((), (1, 1), kind, (5, 4), (0, 3))], first[:5] + second[:4]
+    order += [*first[5:6], 18, 19, *second[4:7]]
+    steps.append(guesses((3, 3), (1, 1), kind))
+    order += first[6:8] + second[7:8]
+    steps.append(guesses((2, 1), (1, 3), kind))
+    order += first[8:11] + second[8:20]  # the second one is a prompt here, in another page
+    steps.append(guesses((3,), (2, 1), kind, (12,), (9,)))
+    order += first[11:12]
+    steps.append(guesses((1,), (3,), kind))
+    out, _, *state = run(layer, steps, x[order])
+    begin = step((12, 12), (False, False), (0, 9), kind)
+    alone, _, *expected = run(layer, [begin], x[first[:12] + second[8:]])
+    where = {token: i for i, token in enumerate(order)}
+    assert torch.equal(out[[where[token] for token in first[:12]]], alone[:12])
+    assert torch.equal(out[[where[token] for token in second[8:]]], alone[12:])
+    for found, right in zip(state, expected):
+        assert torch.equal(found[[0, 9]], right[[0, 9]])
 
 
 def test_states_within_a_piece_are_not_asked_for(layer_of):

@@ -16,7 +16,7 @@ from vllm.forward_context import get_forward_context
 from w4a8 import ops
 from w4a8.integrations.vllm import settings
 from w4a8.integrations.vllm.config import is_ours
-from w4a8.integrations.vllm.linear_attention import FLOATS, conv_state_of, fresh_sequences
+from w4a8.integrations.vllm.linear_attention import FLOATS, conv_state_of, drafts_of, fresh_sequences
 from w4a8.integrations.vllm.loaded import after_loading, before_loading_again
 from w4a8.integrations.vllm.log import logger
 from w4a8.linear_attention import conv_rows
@@ -150,25 +150,22 @@ def state_space(self: Any, projected_states: torch.Tensor, output: torch.Tensor)
     sizes = (self.intermediate_size // self.tp_size, self.conv_dim // self.tp_size, self.num_heads // self.tp_size)
     if step is None:  # vLLM warms up
         output.zero_()
-    elif step.num_accepted_tokens is not None:  # the state after each guess is kept
-        type(self).conv_ssm_forward(self, projected_states, output)
-        if not _norms_over_ranks(self):
-            output.copy_(self.norm.forward_native(output, projected_states[..., : sizes[0]]))
     else:
-        tokens = step.num_decode_tokens + step.num_prefill_tokens
+        tokens, where = step.num_decode_tokens + step.num_prefill_tokens, sequences_of(step)
         z, xbc, dt = projected_states[:tokens].split(sizes, -1)
         fields = weights_of(self) | norm_numbers(self)
         if _norms_over_ranks(self):  # vLLM's, of the gated rows
             z, fields = None, fields | {"norm": None, "norm_groups": 1}
+        conv_state, state = states_of(self, drafts_of(where))
         output[:tokens] = ops.state_space(
             xbc,
             z,
             dt,
             **fields,
             groups=self.n_groups // self.tp_size,
-            conv_state=conv_state_of(self)[:, : self.conv_kernel_size - 1],
-            state=self.kv_cache[1],
-            **sequences_of(step),
+            conv_state=conv_state,
+            state=state,
+            **where,
         )
         output[tokens:] = 0
 
@@ -178,13 +175,11 @@ def short_conv(self: Any, hidden_states: torch.Tensor, output: torch.Tensor) -> 
     step = _step_of(self)
     if step is None:  # vLLM warms up
         output.zero_()
-    elif step.num_accepted_tokens is not None:  # the state after each guess is kept
-        type(self).forward_native(self, hidden_states, output)
     else:
-        tokens = step.num_decode_tokens + step.num_prefill_tokens
+        tokens, where = step.num_decode_tokens + step.num_prefill_tokens, sequences_of(step)
         bcx = self.in_proj(hidden_states[:tokens])[0]
-        conv_state = conv_state_of(self)[:, : self.L_cache - 1]
-        rows = ops.short_conv(bcx, **weights_of(self), conv_state=conv_state, **sequences_of(step))
+        conv_state, _ = states_of(self, drafts_of(where))
+        rows = ops.short_conv(bcx, **weights_of(self), conv_state=conv_state, **where)
         output[:tokens] = self.out_proj(rows)[0]
         output[tokens:] = 0
 
@@ -195,17 +190,34 @@ def _step_of(layer: Any) -> Any:
     return metadata.get(layer.prefix) if metadata else None
 
 
+def states_of(layer: Any, drafts: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """conv_state and state of the operators: vLLM's pages, as :func:`linear_attention.states_of` has them."""
+    width = layer.L_cache if hasattr(layer, "conv") else layer.conv_kernel_size
+    state = layer.kv_cache[1] if len(layer.kv_cache) > 1 else None
+    return conv_state_of(layer)[:, : width - 1 + drafts], state
+
+
 def sequences_of(step: Any) -> dict[str, torch.Tensor]:
-    """Slots, ends and beginnings of the sequences of a step without guesses. Its layers share them."""
+    """Slots, ends and beginnings of the sequences of a step, and the slots behind guesses. Its layers share them.
+
+    In an engine that guesses, a sequence behind its prompt has a page for the state behind each guess, also in a step
+    without guesses.
+    """
     found = getattr(step, "w4a8_sequences", None)
     if found is None:
         decodes, fresh = step.num_decodes, fresh_sequences(step)
-        starts = torch.arange(decodes + 1, dtype=torch.int32)
+        guesses = decodes > 0 and step.num_accepted_tokens is not None
+        starts = step.query_start_loc_d[: decodes + 1] if guesses else torch.arange(decodes + 1, dtype=torch.int32)
         if step.num_prefills > 0:
-            starts = torch.cat([starts[:-1], step.query_start_loc_p + decodes])
-        slots = (step.state_indices_tensor_d, step.state_indices_tensor_p)
-        slots = torch.cat([each.flatten() for each in slots if each is not None])[: len(fresh)]
+            starts = torch.cat([starts[:-1], step.query_start_loc_p + step.num_decode_tokens])
+        pages = [each for each in (step.state_indices_tensor_d, step.state_indices_tensor_p) if each is not None]
+        slots = torch.cat([each[:, 0] if each.dim() == 2 else each for each in pages])[: len(fresh)]
         found = {"slots": slots, "query_start_loc": starts, "fresh": fresh}
+        if guesses:
+            table, accepted = step.state_indices_tensor_d, torch.zeros(len(fresh), dtype=torch.int32)
+            accepted[:decodes] = step.num_accepted_tokens[:decodes]
+            found |= {"out_slots": torch.cat([table, table.new_zeros(len(fresh) - decodes, table.shape[1])])}
+            found["accepted"] = accepted
         step.w4a8_sequences = found
     return found
 

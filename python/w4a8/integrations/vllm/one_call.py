@@ -31,7 +31,7 @@ from w4a8.integrations.vllm.decoder_parts import Unfit, packed_head
 from w4a8.integrations.vllm.latent_attention import latent_tables
 from w4a8.integrations.vllm.loaded import after_loading, before_loading_again
 from w4a8.integrations.vllm.log import logger
-from w4a8.integrations.vllm.state_layers import guesses_fit, state_layer_of, step_states
+from w4a8.integrations.vllm.state_layers import state_layer_of, step_states
 
 # Methods of speculation that need no hidden states of this model, or those of its last norm, which are its results.
 _DRAFTS = ("ngram", "ngram_gpu", "suffix", "draft_model", "mtp")
@@ -166,8 +166,6 @@ class OneCall:
         found = (vllm_attention(layer, self.family) for layer in self.layers)
         self.attentions = [each for each in found if each is not None]
         self.linear = [each for each in map(state_layer_of, self.layers) if each is not None]
-        if vllm_config.speculative_config is not None and not all(map(guesses_fit, self.linear)):
-            raise Unfit("guessed tokens of Mamba-2 or short convolutions")
         self.names = [each.layer_name for each in self.attentions]
         head = getattr(model, "lm_head", None)
         # Guessed tokens want logits of more rows.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from w4a8.decoder import States
 from w4a8.integrations.vllm import linear_attention, mamba
 from w4a8.integrations.vllm.decoder_parts import Unfit, float_weight, summed_without_bias, without_bias
@@ -37,8 +35,9 @@ def step_states(modules: Sequence[Any], metadata: dict[str, Any]) -> States | No
     steps = [metadata[each.prefix] for each in modules]
     if all(step is steps[0] for step in steps):
         steps = steps[:1]
-    where = [(linear_attention if hasattr(step, "spec_sequence_masks") else mamba).sequences_of(step) for step in steps]
-    found = [_states_of(each, linear_attention.drafts_of(where[0])) for each in modules]
+    source = linear_attention if hasattr(steps[0], "spec_sequence_masks") else mamba
+    where = [source.sequences_of(step) for step in steps]
+    found = [source.states_of(each, linear_attention.drafts_of(where[0])) for each in modules]
     return States(
         conv_states=[conv for conv, _ in found],
         states=[state for _, state in found if state is not None],
@@ -47,17 +46,6 @@ def step_states(modules: Sequence[Any], metadata: dict[str, Any]) -> States | No
         out_slots=[each["out_slots"] for each in where if "out_slots" in each],
         accepted=where[0].get("accepted"),
     )
-
-
-def guesses_fit(module: Any) -> bool:
-    """Whether a step may have sequences with guessed tokens."""
-    return hasattr(module, "in_proj_qkvz")
-
-
-def _states_of(module: Any, drafts: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if hasattr(module, "in_proj_qkvz"):
-        return linear_attention.states_of(module, drafts)
-    return linear_attention.conv_state_of(module), module.kv_cache[1] if len(module.kv_cache) > 1 else None
 
 
 def _gated_delta(module: Any) -> dict[str, Any]:
