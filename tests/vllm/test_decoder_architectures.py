@@ -1,4 +1,4 @@
-"""Every architecture of docs/formats.md in engines: all layers in one call beside vLLM's own forward, or why not."""
+"""Every architecture of docs/formats.md in engines: all layers in one call beside vLLM's own forward."""
 
 import re
 
@@ -11,11 +11,6 @@ from gguf_architectures import INT4, LAYERS, NO_MODEL_IN_VLLM, STACKED, VOCAB, m
 from w4a8.checkpoint.gguf_architectures import NOT_IN_VLLM
 
 NAMES = sorted(name for name in INT4 if name.partition(",")[0] not in NOT_IN_VLLM.keys() | NO_MODEL_IN_VLLM)
-# Of which there is no table (docs/decoder.md says why): vLLM's class; or another reason.
-ONE_BY_ONE = {
-    "llama4": "llama4.Llama4Model",
-}
-
 # Of models that also see: fields of the config.
 SEES = {
     "Gemma4": {
@@ -74,11 +69,6 @@ def check(on, off):
 @pytest.mark.parametrize("name", NAMES)
 def test_in_one_call(name, results):
     on, off, said = results[name]
-    if name in ONE_BY_ONE:
-        reason = ONE_BY_ONE[name]
-        reason = reason if " " in reason else f"there is no table for {reason}"
-        assert said == f"layers run one by one: {reason}"
-        return
     assert said == f"all {LAYERS} layers run in one call"
     check(on, off)
 

@@ -182,6 +182,12 @@ FAMILIES = {
         "mistral.Mistral", ("llama.LlamaMLP", "MLP"), nothing=("do_llama_4_scaling", "ada_rms_norm_t_cond")
     ),
     "llama4_text": Family(
+        "llama4.Llama4",
+        ("llama.LlamaMLP",),
+        "MoE",
+        mlp_at="feed_forward",
+        router="router",
+        scoring="sigmoid",
         interleaved=True,
         turn_first=True,
         shared=("shared_expert", ""),

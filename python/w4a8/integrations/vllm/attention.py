@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 import torch
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention import Attention, ChunkedLocalAttention
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import (
@@ -105,6 +106,7 @@ class Impl(AttentionImpl):
         self.logits_soft_cap = logits_soft_cap or 0.0
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sinks = sinks
+        self.chunk = 0  # set by attend_to_chunks
         self.attn_type = attn_type
 
     def forward(
@@ -138,6 +140,7 @@ class Impl(AttentionImpl):
             window=self.sliding_window,
             soft_cap=self.logits_soft_cap,
             sinks=self.sinks,
+            chunk=self.chunk,
         )
         return output
 
@@ -162,6 +165,19 @@ class Impl(AttentionImpl):
     def blocks(self, kv_cache: torch.Tensor, value_size: int) -> torch.Tensor:
         """See :func:`blocks_of`."""
         return blocks_of(kv_cache, self.kind, self.head_size, value_size)
+
+
+def attend_to_chunks(model: torch.nn.Module) -> None:
+    """Makes attention in chunks (Llama 4) usual attention, whose operator sees the chunks.
+
+    vLLM cuts a sequence into one for each chunk, with tables of its own. As usual layers they have the pages of all
+    tokens, the tables of the other layers, and a cache of the size that the backends here state.
+    """
+    for layer in model.modules():
+        if type(layer) is ChunkedLocalAttention and isinstance(layer.impl, Impl):
+            layer.impl.chunk = layer.attention_chunk_size
+            layer.attn_backend = layer.attn_backend.__base__  # without vLLM's cuts
+            layer.__class__ = Attention
 
 
 class Int8Impl(Impl):

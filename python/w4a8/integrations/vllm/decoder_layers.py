@@ -19,7 +19,7 @@ from w4a8 import ops
 from w4a8.checkpoint.routers import router_in_config
 from w4a8.core.activation import MoEActivation, as_activation, kernel_activation_kind, xielu_fields
 from w4a8.core.families import FAMILIES, Family
-from w4a8.integrations.rotary import FIXED, angles
+from w4a8.integrations.rotary import FIXED, angles, for_queries, unturned
 from w4a8.integrations.vllm import attention, ranks, settings
 from w4a8.integrations.vllm.decoder_parts import (
     Unfit,
@@ -122,6 +122,16 @@ class Ropes:
             self.tables.append(self._table(rotary) if rotary is not self.shared else self._angles(layer_type))
         return self._numbers[key]
 
+    def of_queries(self, module: Any) -> int:
+        """Index of the table of queries that are not turned, but have factors by their position; -1: they have none."""
+        if not getattr(module, "attn_temperature_tuning", False):
+            return -1
+        key = (module.head_dim, int(module.floor_scale), float(module.attn_scale), 1)
+        if key not in self._numbers:
+            self._numbers[key] = len(self.tables)
+            self.tables.append(for_queries(unturned(self.positions, key[0]), *key[1:]))
+        return self._numbers[key]
+
     def _angles(self, layer_type: str | None) -> torch.Tensor:
         kind = self.shared.rope_type if layer_type is None else self.shared.rope_type[layer_type]
         if kind not in FIXED and not (kind == "dynamic" and self.positions <= self.shared.original_max_seq_len):
@@ -180,16 +190,18 @@ def attention_fields(module: Any, family: Family, norms: Norms, ropes: Ropes) ->
         "scale": impl.scale,
         "kind": impl.kind,
         "window": impl.sliding_window,
+        "chunk": impl.chunk,
         "drops_pages": impl.sliding_window > 0,
         "soft_cap": impl.logits_soft_cap,
         "sinks": None if impl.sinks is None else impl.sinks.data,
         "rope": ropes.number(rotary, layer_type) if turns else -1,
+        "query_rope": None if turns else ropes.of_queries(module),
         "gated": bool(getattr(module, "attn_output_gate", False)),
         "interleaved": turns and not getattr(rotary, "is_neox_style", True),
         "turn_first": family.turn_first,
     }
     for name in ("q_norm", "k_norm", "v_norm"):
-        if hasattr(module, family.name(name)):
+        if getattr(module, family.name(name), None) is not None:
             fields[name] = norms.weight(getattr(module, family.name(name)))
     if ranks.count() > 1:
         for name, heads in (("q_norm", impl.num_heads), ("k_norm", impl.num_kv_heads)):
@@ -383,8 +395,6 @@ def expert_fields(runner: Any, block: Any, family: Family) -> dict[str, Any]:
         raise Unfit(f"{routed.layer_name} is not packed")
     if runner.routed_input_transform is not None or runner.routed_output_transform is not None:
         raise Unfit(f"{routed.layer_name} transforms its inputs or outputs")
-    if routed.apply_router_weight_on_input:
-        raise Unfit(f"{routed.layer_name} scales the inputs of experts")
     weight, bias = float_weight(block.get_submodule(family.router))
     return {
         "router": weight,
@@ -393,6 +403,7 @@ def expert_fields(runner: Any, block: Any, family: Family) -> dict[str, Any]:
         "w2": routed.w2_weight_packed.data,
         "expert_map": routed.expert_map,
         "top_k": routed.top_k,
+        "apply_router_weight_on_input": routed.apply_router_weight_on_input,
         "e_score_correction_bias": routed.e_score_correction_bias,
         "activation_kind": kernel_activation_kind(as_activation(method.activation)),
         **method.numbers._asdict(),
