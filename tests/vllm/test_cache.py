@@ -108,14 +108,13 @@ def test_what_is_loaded_on_cpus():
         Saved(SimpleNamespace(serialize=None)).finalize_loading("config")
 
 
-def packed_layer(monkeypatch, k=128, name="a", scheme=None):
+def packed_layer(monkeypatch):
     """A model of one linear layer of this package's."""
     model = torch.nn.Module()
     model.linear = make_layer(monkeypatch, "int-quantized")
-    model.linear.layer_name = name
-    model.linear.scheme = scheme or model.linear.scheme
-    model.linear.scheme.k = k
-    model.linear.register_buffer("weight_packed", torch.zeros(k, dtype=torch.uint8))
+    model.linear.layer_name = "a"
+    model.linear.scheme.k = 128
+    model.linear.register_buffer("weight_packed", torch.zeros(128, dtype=torch.uint8))
     return model
 
 

@@ -236,7 +236,7 @@ def test_small_matrices_lie_together():
             module.w4a8 = [Product("weight_packed", 0, 0, 1)]
         model[2].weight_packed = model[1].weight_packed
         expected = [module.weight_packed.clone() for module in model]
-    loaded._move(model, None, None)
+    loaded.move_weights_together(model, None, None)
     found = [module.weight_packed for module in model]
     assert all(torch.equal(a, b) for a, b in zip(found, expected))
     assert found[1] is found[2] and found[1].weight_loader is test_small_matrices_lie_together

@@ -25,7 +25,7 @@ import w4a8
 import w4a8.integrations.transformers  # reads GGUF files
 from w4a8.core.memory import mapped_files
 from w4a8.integrations.vllm.embeddings import W4A8EmbeddingMethod, pack_embeddings
-from w4a8.integrations.vllm.loaded import _give_stand_ins
+from w4a8.integrations.vllm.loaded import give_stand_ins
 from w4a8.integrations.vllm.pulled import pulled_layers
 
 EMBEDDING, OF_FILE = "model.embed_tokens", "token_embd.weight"
@@ -172,7 +172,7 @@ def test_lora_of_an_embedding(rank, tmp_path):  # noqa: F811
     config = config_of(path)
     model = Model(config)
     layer = loaded(model, config.weight(OF_FILE))
-    _give_stand_ins(model, None, None)
+    give_stand_ins(model, None, None)
     lora = VocabParallelEmbeddingWithLoRA(layer)
     lora.create_lora_weights(2, LoRAConfig(max_lora_rank=8, lora_dtype=torch.bfloat16))
     assert lora.lora_a_stacked.shape == (2, VOCAB, 8) and lora.lora_a_stacked.device == layer.weight_packed.device

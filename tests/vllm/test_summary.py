@@ -112,8 +112,8 @@ def said(monkeypatch):
 
     monkeypatch.setattr(loaded, "logger", Log)
     monkeypatch.setattr(BaseModelLoader, "load_model", lambda self, loaded, *configs: loaded)
-    loaded.say_what_is_loaded()
-    loaded.say_what_is_loaded()
+    loaded.after_loading(loaded.say_what_is_loaded)
+    loaded.after_loading(loaded.say_what_is_loaded)
     return lines
 
 

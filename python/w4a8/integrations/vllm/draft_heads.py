@@ -9,12 +9,6 @@ import torch
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 
 from w4a8.integrations.vllm.config import is_ours
-from w4a8.integrations.vllm.loaded import after_loading
-
-
-def register_draft_heads() -> None:
-    """Lets loaded heads take positions as vLLM gives them; raises as :func:`after_loading`."""
-    after_loading(attach)
 
 
 def attach(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:

@@ -68,12 +68,8 @@ def before_loading_again(model: Any, action: Callable[[], Any]) -> None:
     model.load_weights = loading
 
 
-def move_weights_together() -> None:
-    """Moves small packed matrices of loaded models into huge pages; raises as :func:`after_loading`."""
-    after_loading(_move)
-
-
-def _move(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
+def move_weights_together(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
+    """Moves small packed matrices of a loaded model into huge pages."""
     owners: dict[torch.Tensor, list[tuple[torch.nn.Module, str]]] = {}
     for module in model.modules():
         for product in products_of(module):
@@ -91,18 +87,11 @@ def _move(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
     move_together(list(owners), put)
 
 
-def give_stand_ins() -> None:
-    """Gives packed embeddings and output layers of loaded models a weight of NaN that takes no memory.
+def give_stand_ins(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
+    """Gives packed embeddings and output layers of a loaded model a weight of NaN that takes no memory.
 
     vLLM's LoRA asks these layers for the type and the device of their weight, its draft models for the shape.
-
-    Raises:
-        RuntimeError: as :func:`after_loading`.
     """
-    after_loading(_give_stand_ins)
-
-
-def _give_stand_ins(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
     for layer in model.modules():
         if isinstance(layer, VocabParallelEmbedding) and products_of(layer) and not hasattr(layer, "weight"):
             nan = torch.full((), torch.nan, dtype=layer.params_dtype)
@@ -153,12 +142,8 @@ def summary(model: torch.nn.Module) -> str:
     return "; ".join(parts)
 
 
-def say_what_is_loaded() -> None:
-    """Lets vLLM's loaders log the line after loading a model; raises as :func:`after_loading`."""
-    after_loading(_say)
-
-
-def _say(model: Any, vllm_config: Any, model_config: Any) -> None:
+def say_what_is_loaded(model: Any, vllm_config: Any, model_config: Any) -> None:
+    """Logs the line for a loaded model."""
     try:
         logger().info("w4a8: %s", summary(model))
         say_cpus(vllm_config)

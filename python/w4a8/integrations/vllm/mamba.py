@@ -17,16 +17,11 @@ from w4a8 import ops
 from w4a8.integrations.vllm import settings
 from w4a8.integrations.vllm.config import is_ours
 from w4a8.integrations.vllm.linear_attention import FLOATS, conv_state_of, drafts_of, fresh_sequences
-from w4a8.integrations.vllm.loaded import after_loading, before_loading_again
+from w4a8.integrations.vllm.loaded import before_loading_again
 from w4a8.integrations.vllm.log import logger
 from w4a8.linear_attention import conv_rows
 
 _CHECKPOINTS = {"num_prefill_checkpoint_blocks": 0, "prefill_checkpoint_alignment": None}
-
-
-def register_mamba() -> None:
-    """Lets layers of loaded models run here; raises as :func:`after_loading`."""
-    after_loading(attach)
 
 
 def attach(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:

@@ -29,17 +29,12 @@ from w4a8.integrations.vllm.decoder_layers import (
 )
 from w4a8.integrations.vllm.decoder_parts import Unfit, packed_head
 from w4a8.integrations.vllm.latent_attention import latent_tables
-from w4a8.integrations.vllm.loaded import after_loading, before_loading_again
+from w4a8.integrations.vllm.loaded import before_loading_again
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.state_layers import state_layer_of, step_states
 
 # Methods of speculation that need no hidden states of this model, or those of its last norm, which are its results.
 _DRAFTS = ("ngram", "ngram_gpu", "suffix", "draft_model", "mtp")
-
-
-def register_decoder() -> None:
-    """Lets loaded models run their layers in one call; raises as :func:`after_loading`."""
-    after_loading(attach)
 
 
 def attach(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:

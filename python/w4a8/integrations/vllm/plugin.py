@@ -20,14 +20,17 @@ PARTS = (
     ("compute attention", "attention", "register_attention"),
     ("compute latent attention", "latent_attention", "register_latent_attention"),
     ("compute linear attention", "linear_attention", "register_linear_attention"),
-    ("compute Mamba-2 and short convolutions", "mamba", "register_mamba"),
-    ("give heads for further tokens their positions", "draft_heads", "register_draft_heads"),
     ("let replicas compute alone", "replicas", "register_replicas"),
     ("read settings of additional_config", "settings", "read_arguments"),
+)
+# The same, of functions for `after_loading`, in their order for each model.
+ACTIONS = (
+    ("compute Mamba-2 and short convolutions", "mamba", "attach"),
+    ("give heads for further tokens their positions", "draft_heads", "attach"),
     ("say what runs in a loaded model", "loaded", "say_what_is_loaded"),
     ("move small matrices together", "loaded", "move_weights_together"),
     ("give LoRA a stand-in for packed weights", "loaded", "give_stand_ins"),
-    ("run all layers in one call", "one_call", "register_decoder"),
+    ("run all layers in one call", "one_call", "attach"),
 )
 
 _state = {"done": False}
@@ -83,13 +86,17 @@ def _activate() -> None:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             log.warning("w4a8: leaves %s to vLLM, which is not as expected: %s", names[0], reason)
-    for what, module, function in PARTS:
+    for what, module, function in PARTS + ACTIONS:
         if module == "gguf" and not settings.runs_w4a16():  # GGUF files are weight-only
             continue
         if module == "latent_attention" and find_spec("vllm.v1.attention.backends.mla.cpu_mla") is None:
             continue  # this vLLM has no latent attention on CPUs
         try:
-            getattr(import_module(f"w4a8.integrations.vllm.{module}"), function)()
+            found = getattr(import_module(f"w4a8.integrations.vllm.{module}"), function)
+            if (what, module, function) in ACTIONS:
+                import_module("w4a8.integrations.vllm.loaded").after_loading(found)
+            else:
+                found()
         except Exception as error:
             log.warning("w4a8: cannot %s here: %s: %s", what, type(error).__name__, error)
 
