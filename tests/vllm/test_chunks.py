@@ -29,7 +29,8 @@ def chunks(tmp_path_factory):
     keys = {"llama4.attention.sliding_window": CHUNK, "llama4.context_length": 256}
     path = write("llama4", model, folder, True, **keys)
     plain = {"enforce_eager": True, "dtype": "float32", "max_model_len": 256, "hf_overrides": fields}
-    plain["override_generation_config"] = {"attn_temperature_tuning": True}  # else vLLM asks for more than 32,768 tokens
+    # Otherwise vLLM has factors for engines of more than 32,768 tokens alone.
+    plain["override_generation_config"] = {"attn_temperature_tuning": True}
     few = [[token % (VOCAB - 3) + 3 for token in prompt] for prompt in (*prompts(), prompts()[2] * 4)]
     in_parts = {"max_num_batched_tokens": 16, "max_num_seqs": 4}
     ways = {
