@@ -142,10 +142,10 @@ class Rounded:
 
     def add_parameters(self, layer: torch.nn.Module, share: Share) -> None:
         """Registers vLLM's weight."""
-        columns, sizes, all_columns, dtype, load = share
         UnquantizedEmbeddingMethod().create_weights(
-            layer, columns, list(sizes), all_columns, sum(sizes), dtype, weight_loader=load
-        )
+            layer, share.columns, list(share.sizes), share.all_columns, sum(share.sizes), share.dtype,
+            weight_loader=share.load,
+        )  # fmt: skip
 
     def finish(self, layer: torch.nn.Module) -> None:
         """Packs the weight into ``layer.weight_rounded``, uint8 [bytes]; frees the floats if no embedding has them.
