@@ -84,20 +84,19 @@ def test_no_compiled_part(copy):
 
 def test_an_operator_of_another_version(copy):
     """The Python files call it with an argument that the library does not know."""
-    ops = copy / "w4a8" / "ops.py"
-    text = ops.read_text().replace("    activation_group: int = -1,\n    minimums", "    minimums", 1)
-    assert text != ops.read_text()
-    ops.write_text(text)
+    packing = copy / "w4a8" / "packing.py"
+    text = packing.read_text().replace("    activation_group: int = -1,\n    minimums", "    minimums", 1)
+    assert text != packing.read_text()
+    packing.write_text(text)
     line = last_line(run("import w4a8", copy))
     assert "is of another version than the Python files beside it: operator dyn_quant_pack_4bit_weight takes (" in line
     assert "Install w4a8 again" in line
 
 
 def test_an_operator_that_is_missing(copy):
-    ops = copy / "w4a8" / "ops.py"
-    ops.write_text(ops.read_text().replace("round_weights", "round_all_weights"))
-    init = copy / "w4a8" / "__init__.py"
-    init.write_text(init.read_text().replace("round_weights", "round_all_weights"))
+    for name in ("packing.py", "ops.py", "__init__.py"):
+        file = copy / "w4a8" / name
+        file.write_text(file.read_text().replace("round_weights", "round_all_weights"))
     assert "operator round_all_weights is missing, expected (" in last_line(run("import w4a8", copy))
 
 

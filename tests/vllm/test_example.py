@@ -2,6 +2,9 @@
 
 import os
 import re
+import subprocess
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -9,10 +12,11 @@ import pytest
 from conftest import Job, run_engines
 from example import CHECKPOINT, PROMPTS, TOKENS, check_greedy, demo_model, with_tokenizer
 from server import VLLM, complete, serving
+from vllm.v1.executor.multiproc_executor import WorkerProc
 
 from w4a8.command import main
-from w4a8.integrations.vllm import binding
-from w4a8.integrations.vllm.executor import InProcess
+from w4a8.integrations.vllm import binding, hosts
+from w4a8.integrations.vllm.executor import InProcess, _end_after
 
 # Differences of logits, whose standard deviation is 8. float32 in both: the additions outside the operators come in
 # another order, which tips a value over to the next of 255 integers here and there, and that moves all logits after it
@@ -71,10 +75,62 @@ def test_a_second_start_of_the_server(tmp_path):
     assert answers[0] == answers[1]
 
 
-@pytest.mark.parametrize("ranks, machines, moves", [(4, 1, None), (2, 2, None), (2, 1, "a connector")])
-def test_what_is_left_to_vllms_executor(ranks, machines, moves):
+SHARED = SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_type="shm"))
+
+
+@pytest.mark.parametrize(
+    "ranks, machines, moves, model", [(4, 1, None, None), (2, 2, None, None), (2, 1, "a connector", None),
+                                      (2, 1, None, SHARED)]
+)  # fmt: skip
+def test_what_is_left_to_vllms_executor(ranks, machines, moves, model):
     """Refused by name."""
     parallel = SimpleNamespace(world_size=ranks, tensor_parallel_size=2, nnodes_within_dp=machines)
-    config = SimpleNamespace(parallel_config=parallel, kv_transfer_config=moves, ec_transfer_config=None)
+    config = SimpleNamespace(
+        parallel_config=parallel, kv_transfer_config=moves, ec_transfer_config=None, model_config=model
+    )
     with pytest.raises(ValueError, match=r"executor\.InProcess is not for stages, several machines or .*: use mp"):
         InProcess._init_executor(SimpleNamespace(vllm_config=config))
+
+
+class Queue(list):
+    """Of messages between ranks."""
+
+    enqueue = list.append
+
+    def dequeue(self, timeout):
+        return self.pop(0)
+
+
+def test_answers_behind_an_error_of_the_first_rank():
+    """The others have answered the call that failed. Their next answer is that to the next call."""
+    executor, answers = InProcess.__new__(InProcess), Queue()
+    done, bad = WorkerProc.ResponseStatus.SUCCESS, WorkerProc.ResponseStatus.FAILURE
+    executor.workers = [SimpleNamespace(rank=1, worker_response_mq=answers)]
+    executor.rpc_broadcast_mq, executor.is_failed, executor._owed = Queue(), False, [0, 0]
+    executor._waits_for_none = threading.Event()
+    executor.driver_worker = SimpleNamespace(get=lambda number: 10 // number)
+    answers += [(bad, "division"), (done, 7), (bad, "of rank 1"), (done, 8)]
+    with pytest.raises(ZeroDivisionError):
+        executor.collective_rpc("get", args=(0,))
+    assert executor.collective_rpc("get", args=(2,)) == [5, 7]
+    with pytest.raises(RuntimeError, match="rank 1 failed: of rank 1"):
+        executor.collective_rpc("get", args=(2,))
+    assert executor.collective_rpc("get", args=(5,), single_value=True) == 2
+    assert executor.collective_rpc("get", args=(5,), non_block=True).result() == [2, 8]
+    assert [message[3] for message in executor.rpc_broadcast_mq] == [None, None, None, 0, None]
+    assert executor._waits_for_none.is_set()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_first_rank_does_not_wait_for_one_that_has_ended(waits, monkeypatch):
+    """In a call without an end, such as vLLM's own sums in builds for AVX-512."""
+    ends, none = [], threading.Event()
+    monkeypatch.setattr(hosts, "GRACE", 0.1)
+    monkeypatch.setattr(hosts, "end", lambda: ends.append(1))
+    if not waits:
+        none.set()
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        sentinel = os.pidfd_open(process.pid)
+        _end_after([sentinel], none)
+        os.close(sentinel)
+    assert ends == [1] * waits

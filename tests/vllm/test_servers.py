@@ -66,17 +66,23 @@ def test_replicas_answer_as_one_engine(tmp_path):
     assert len(re.findall(r"w4a8: all \d+ layers run in one call", said)) == 2
 
 
-def test_a_killed_rank_ends_the_server(tmp_path):
-    """In the middle of an answer. Before that, answers are those of the server asked alone."""
+@pytest.mark.parametrize("idle", [False, True], ids=["in the middle of an answer", "idle"])
+def test_a_killed_rank_ends_the_server(idle, tmp_path):
+    """Before that, answers are those of the server asked alone."""
     log = tmp_path / "serve.log"
     with serving(SERVE, with_tokenizer(tmp_path / "model"), log, "--tensor-parallel-size", "2") as (address, process):
         (rank,) = re.findall(r"pid=(\d+)\).* w4a8: rank 1 computes on CPUs", log.read_text())
+        cpus = re.findall(r"w4a8: rank \d computes on CPUs (\S+)", log.read_text())
+        assert len(cpus) == 2 and (cpus[0] != cpus[1] or len(os.sched_getaffinity(0)) == 1)
         assert main(["verify-server", f"{address}/v1", "--requests", "60", "--prompts", "6"]) == 0
         shared = shared_files(processes_of(process.pid))
         assert f"/proc/{rank}" in map(str, processes_of(process.pid))
-        question = {"prompt": PROMPTS[0], "max_tokens": 450, "ignore_eos": True, "stream": True}
+        question = {"prompt": PROMPTS[0], "max_tokens": 2 if idle else 450, "ignore_eos": True, "stream": True}
         with ask(address, "completions", **question) as answer:
-            assert answer.readline().startswith(b"data: ")
+            if idle:
+                assert answer.read().endswith(b"data: [DONE]\n\n")
+            else:
+                assert answer.readline().startswith(b"data: ")
             os.kill(int(rank), signal.SIGKILL)
             killed = time.monotonic()
             assert process.wait(60) == 1  # a supervisor starts it again

@@ -10,6 +10,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -144,7 +145,10 @@ def say_cpus(vllm_config: Any) -> None:
     if engine is None or not hasattr(os, "sched_getaffinity"):  # the rank is the caller's process: so are its CPUs
         return
     config = vllm_config.parallel_config
-    allowed = os.sched_getaffinity(engine.pid)
+    allowed: set[int] = set()
+    for task in os.listdir(f"/proc/{engine.pid}/task"):  # the first may be bound: it may be a rank's
+        with suppress(ProcessLookupError):
+            allowed |= os.sched_getaffinity(int(task))
     used = cpus_of_threads(allowed)
     logger().info("w4a8: rank %d computes on CPUs %s", config.rank, in_words(used))
     count, ranks = len(cores(allowed)), config.local_world_size * max(1, config.data_parallel_size_local)

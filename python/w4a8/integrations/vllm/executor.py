@@ -36,11 +36,14 @@ class InProcess(UniProcExecutor):
     """
 
     register_failure_callback = MultiprocExecutor.register_failure_callback
+    _ensure_worker_termination = staticmethod(MultiprocExecutor._ensure_worker_termination)
 
     def _init_executor(self) -> None:
         config, parallel = self.vllm_config, self.vllm_config.parallel_config
         several = parallel.world_size > 1
+        pictures = getattr(getattr(config, "model_config", None), "multimodal_config", None)
         moves = config.kv_transfer_config is not None or config.ec_transfer_config is not None
+        moves = moves or getattr(pictures, "mm_processor_cache_type", None) == "shm"
         if several and (parallel.world_size != parallel.tensor_parallel_size or parallel.nnodes_within_dp > 1 or moves):
             name = f"{__name__}.{InProcess.__name__}"
             what = "stages, several machines or transferred caches"
@@ -48,21 +51,24 @@ class InProcess(UniProcExecutor):
         self._thread = threading.get_ident()
         self.driver_worker, self.workers, self.is_failed, self.failure_callback = None, [], False, None
         self._place, self.rpc_broadcast_mq = super()._distributed_args(), None
+        self._owed = [0] * parallel.world_size  # answers of each rank that are still to be taken
+        self._waits_for_none = threading.Event()
         manager, allowed = OMPProcessManager(config), os.sched_getaffinity(0)
-        started = self._start_others(manager) if several else []
+        started: list[Any] = []
         try:
-            here = threading.Event()
-            threading.Thread(target=_end_after, args=(started, here), daemon=True).start()
-            try:
-                self._start_here(manager, allowed)
-            finally:
-                here.set()
+            if several:
+                self._start_others(manager, started)
+                ends = [each.proc.sentinel for each in started]
+                threading.Thread(target=_end_after, args=(ends, self._waits_for_none), daemon=True).start()
+            self._start_here(manager, allowed)
             if several:
                 self._await_others(started)
+            self._waits_for_none.set()
         except BaseException:
+            self._waits_for_none.set()
             for each in started:
                 each.death_writer.close()
-            MultiprocExecutor._ensure_worker_termination([each.proc for each in started])
+            self._ensure_worker_termination([each.proc for each in started])
             raise
 
     def _start_here(self, manager: OMPProcessManager, allowed: set[int]) -> None:
@@ -80,12 +86,11 @@ class InProcess(UniProcExecutor):
     def _distributed_args(self) -> tuple[str, int, int]:
         return self._place
 
-    def _start_others(self, manager: OMPProcessManager) -> list[Any]:
-        """Starts the processes of all ranks but this one, which meet it while it loads its part."""
+    def _start_others(self, manager: OMPProcessManager, started: list[Any]) -> None:
+        """Adds the processes of all ranks but this one, which meet it while it loads its part."""
         ranks = range(1, self.parallel_config.world_size)
         set_multiprocessing_worker_envs(len(ranks))
         self.rpc_broadcast_mq = MessageQueue(len(ranks), len(ranks), list(ranks))
-        started = []
         self._lock = get_mp_context().Lock()  # it goes with its last owner, and a process that starts takes it later
         for rank in ranks:
             with manager.configure_omp_envs(rank=rank, local_rank=rank):
@@ -100,7 +105,6 @@ class InProcess(UniProcExecutor):
                         is_driver_worker=False,
                     )
                 )
-        return started
 
     def _await_others(self, started: list[Any]) -> None:
         self.workers = sorted(WorkerProc.wait_for_ready(started), key=lambda worker: worker.rank)
@@ -121,22 +125,34 @@ class InProcess(UniProcExecutor):
         """As upstream's: the results of all ranks, or with ``single_value`` that of the first."""
         if self.is_failed:
             raise RuntimeError("Executor failed.")
-        if self.workers:
-            sent = method if isinstance(method, str) else cloudpickle.dumps(method)
-            self.rpc_broadcast_mq.enqueue((sent, args, kwargs or {}, 0 if single_value else None))
-        found = super().collective_rpc(method, timeout, args, kwargs, non_block, single_value)
-        if single_value or not self.workers:
-            return found
-        answers = [worker.worker_response_mq.dequeue(timeout=timeout) for worker in self.workers]
-        for worker, (status, answer) in zip(self.workers, answers):
-            if status != WorkerProc.ResponseStatus.SUCCESS:
-                raise RuntimeError(f"rank {worker.rank} failed: {answer}")
-        others = [answer for _, answer in answers]
+        self._waits_for_none.clear()
+        try:
+            others = [] if single_value else self.workers
+            if self.workers:
+                sent = method if isinstance(method, str) else cloudpickle.dumps(method)
+                self.rpc_broadcast_mq.enqueue((sent, args, kwargs or {}, 0 if single_value else None))
+            for worker in others:
+                self._owed[worker.rank] += 1
+            found = super().collective_rpc(method, timeout, args, kwargs, non_block, single_value)
+            if not others:
+                return found
+            answers = [self._answer_of(worker, timeout) for worker in others]
+        finally:
+            self._waits_for_none.set()
         if not non_block:
-            return found + others
+            return found + answers
         future: Future[Any] = Future()
-        future.set_result(found.result() + others)
+        future.set_result(found.result() + answers)
         return future
+
+    def _answer_of(self, worker: Any, timeout: float | None) -> Any:
+        """Of another rank to the present call, without those to calls in which the first rank has failed."""
+        while self._owed[worker.rank] > 0:
+            status, answer = worker.worker_response_mq.dequeue(timeout=timeout)
+            self._owed[worker.rank] -= 1
+        if status != WorkerProc.ResponseStatus.SUCCESS:
+            raise RuntimeError(f"rank {worker.rank} failed: {answer}")
+        return answer
 
     def execute_model(self, *args: Any, **kwargs: Any) -> Any:
         """As upstream's."""
@@ -157,10 +173,9 @@ class InProcess(UniProcExecutor):
             super().shutdown()
 
 
-def _end_after(started: list[Any], here: threading.Event) -> None:
-    """Ends this process if that of another rank ends while this one starts, which may wait for it for half an hour."""
-    if started:
-        connection.wait([each.proc.sentinel for each in started])
-        if not here.wait(hosts.GRACE):
-            logger().error("w4a8: another rank has ended while the first one starts: it ends, too")
-            hosts.end()
+def _end_after(sentinels: list[int], waits_for_none: threading.Event) -> None:
+    """Ends this process if that of another rank has ended and the first rank waits for it in a call without an end."""
+    connection.wait(sentinels)
+    if not waits_for_none.wait(hosts.GRACE):
+        logger().error("w4a8: another rank has ended, and the first one waits for it: it ends, too")
+        hosts.end()

@@ -14,13 +14,13 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from vllm import envs
 from vllm.distributed import get_pp_group, get_tp_group
 
 from w4a8.decoder import Decoder
 from w4a8.integrations.vllm.log import logger
 
 _TIMEOUT = timedelta(seconds=60)  # as of Decoder.set_ranks
-_LATEST = 1800.0  # seconds for a rank to come between steps, where it may compile: torch's for its groups
 
 
 def count() -> int:
@@ -65,7 +65,8 @@ class SharedSums:
 
     def __init__(self, memory: torch.Tensor, rank: int, ranks: int) -> None:
         """Arguments as of :meth:`w4a8.decoder.Decoder.gather_ranks`."""
-        self._place = (memory, rank, ranks, _LATEST)
+        # Between steps a rank may compile, so this is the time that vLLM's engine gives it.
+        self._place = (memory, rank, ranks, float(envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS))
 
     def _parts(self, part: torch.Tensor) -> torch.Tensor:
         return Decoder.gather_ranks(part, *self._place)
