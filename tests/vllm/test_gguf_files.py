@@ -207,11 +207,11 @@ REFUSED = {
     "an architecture that transformers runs": (
         lambda tiny: setattr(tiny, "architecture", "glm-dsa"),
         r"model.gguf: general.architecture is 'glm-dsa', which is not run here: its CPU backend has no sparse "
-        r"attention \(known: cohere2, ",
+        r"attention \(known: apertus, cohere2, ",
     ),
     "an architecture": (
         lambda tiny: setattr(tiny, "architecture", "bloom"),
-        r"model.gguf: general.architecture is 'bloom', which is not run here \(known: cohere2, command-r, ",
+        r"model.gguf: general.architecture is 'bloom', which is not run here \(known: apertus, cohere2, command-r, ",
     ),
     "a tensor": (
         lambda tiny: tiny.tensors.update({"blk.0.attn_sub_norm.weight": torch.ones(HIDDEN)}),
