@@ -1,6 +1,7 @@
 #include "core/decoder/step.h"
 
 #include <algorithm>
+#include <initializer_list>
 
 #include "core/decoder/latent_attention.h"
 #include "core/decoder/norms.h"
@@ -91,7 +92,11 @@ class Step : private StepWork {
   void attention(const AttentionPlan& plan, const PagedCache& cache) {
     plan.qkv.multiply(kernel_, team_, workspace_, b_.normed, m_, b_.qkv);
     const FloatRows q = plan.qkv.columns(b_.qkv, m_, 0);
-    if (plan_.norms_over_ranks(plan)) norm_over_ranks(plan, q, plan.qkv.columns(b_.qkv, m_, plan.q_size()));
+    if (plan_.norms_over_ranks(plan)) {
+      const FloatRows k = plan.qkv.columns(b_.qkv, m_, plan.q_size());
+      norm_over_ranks({{q, plan.q_size(), plan.q_norm.weight, plan.q_norm.eps},
+                       {k, plan.kv_size(), plan.k_norm.weight, plan.k_norm.eps}});
+    }
     if (plan.projected != Projected::kQ) write_keys(plan, cache);
     for_rows(m_, [&](int64_t r) {
       if (plan.qkv_bias != nullptr) add_scaled(plan.qkv_bias, 1.0f, plan.q_size(), q.row(r));
@@ -102,30 +107,30 @@ class Step : private StepWork {
     project(plan, b_.attended);
   }
 
-  // Each rank has as many heads, so the mean of squares is the mean of the ranks' means.
-  void norm_over_ranks(const AttentionPlan& plan, FloatRows q, FloatRows k) {
-    float* const of_keys = b_.squares + m_;
+  // Rows of n numbers, of which each rank has a part, and their norm.
+  struct CutRows {
+    FloatRows rows;
+    int64_t n;
+    const float* weight;
+    float eps;
+  };
+  // Each rank has as many numbers, so the mean of squares is the mean of the ranks' means. All take one sum.
+  void norm_over_ranks(std::initializer_list<CutRows> all) {
     for_rows(m_, [&](int64_t r) {
-      b_.squares[r] = mean_square(q.row(r), plan.q_size());
-      of_keys[r] = mean_square(k.row(r), plan.kv_size());
+      float* square = b_.squares + r;
+      for (const CutRows& each : all) {
+        *square = mean_square(each.rows.row(r), each.n);
+        square += m_;
+      }
     });
-    plan_.ranks->sum(team_, b_.squares, 2 * m_);
+    plan_.ranks->sum(team_, b_.squares, static_cast<int64_t>(all.size()) * m_);
     const auto ranks = static_cast<float>(plan_.ranks->count());
     for_rows(m_, [&](int64_t r) {
-      rms_norm_of(q.row(r), b_.squares[r] / ranks, plan.q_norm.weight, plan.q_norm.eps, plan.q_size(), q.row(r));
-      rms_norm_of(k.row(r), of_keys[r] / ranks, plan.k_norm.weight, plan.k_norm.eps, plan.kv_size(), k.row(r));
-    });
-  }
-
-  // Likewise of a state space.
-  void norm_over_ranks(const LinearPlan& plan) {
-    const int64_t n = plan.out_size();
-    for_rows(m_, [&](int64_t r) { b_.squares[r] = mean_square(b_.attended + r * n, n); });
-    plan_.ranks->sum(team_, b_.squares, m_);
-    const auto ranks = static_cast<float>(plan_.ranks->count());
-    for_rows(m_, [&](int64_t r) {
-      float* const row = b_.attended + r * n;
-      rms_norm_of(row, b_.squares[r] / ranks, plan.space.norm, plan.space.norm_eps, n, row);
+      const float* square = b_.squares + r;
+      for (const CutRows& each : all) {
+        rms_norm_of(each.rows.row(r), *square / ranks, each.weight, each.eps, each.n, each.rows.row(r));
+        square += m_;
+      }
     });
   }
 
@@ -170,7 +175,10 @@ class Step : private StepWork {
     if (plan.decay_up) raise(plan.decay_up, rows.columns(plan, m_, plan.channels + plan.z_columns()), rows.decays);
     const bool over_ranks = plan_.norms_over_ranks(plan);
     run_linear(kernel_, team_, workspace_, plan, states, rows, !over_ranks, b_.attended);
-    if (over_ranks) norm_over_ranks(plan);
+    if (over_ranks) {
+      const int64_t n = plan.out_size();
+      norm_over_ranks({{{b_.attended, n}, n, plan.space.norm, plan.space.norm_eps}});
+    }
     plan.out.multiply(kernel_, team_, workspace_, b_.attended, m_, b_.y);
   }
 
