@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -98,15 +98,14 @@ def cpus_of_threads(allowed: set[int]) -> set[int]:
 
     OpenMP may bind each of its threads to a CPU of its own, the main thread too. Threads from before have all CPUs.
     """
-    bound: set[int] = set()
-    for task in os.listdir("/proc/self/task"):
-        try:
-            cpus = os.sched_getaffinity(int(task))
-        except ProcessLookupError:  # it ended meanwhile
-            continue
-        if cpus != allowed:
-            bound |= cpus
-    return bound or allowed
+    return set().union(*(cpus for cpus in _cpus_of_each("self") if cpus != allowed)) or allowed
+
+
+def _cpus_of_each(process: int | str) -> Iterator[set[int]]:
+    """The CPUs of each thread of a process."""
+    for task in os.listdir(f"/proc/{process}/task"):
+        with suppress(ProcessLookupError):  # it ended meanwhile
+            yield os.sched_getaffinity(int(task))
 
 
 def has_module(name: str) -> bool:
@@ -145,10 +144,7 @@ def say_cpus(vllm_config: Any) -> None:
     if engine is None or not hasattr(os, "sched_getaffinity"):  # the rank is the caller's process: so are its CPUs
         return
     config = vllm_config.parallel_config
-    allowed: set[int] = set()
-    for task in os.listdir(f"/proc/{engine.pid}/task"):  # the first may be bound: it may be a rank's
-        with suppress(ProcessLookupError):
-            allowed |= os.sched_getaffinity(int(task))
+    allowed = set().union(*_cpus_of_each(engine.pid))  # its first thread may be bound: it may be a rank's
     used = cpus_of_threads(allowed)
     logger().info("w4a8: rank %d computes on CPUs %s", config.rank, in_words(used))
     count, ranks = len(cores(allowed)), config.local_world_size * max(1, config.data_parallel_size_local)
