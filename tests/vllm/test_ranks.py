@@ -3,17 +3,22 @@
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from compare import assert_same
 from conftest import Job, arguments, run_engines
 from gguf_architectures import INT4, INTER, LAYERS, SIZES
+from layers import rank  # noqa: F401
 from models import Case
 from test_decoder_architectures import check, jobs_of
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+from vllm.model_executor.layers.layernorm import RMSNorm
 
+from w4a8.core.families import FAMILIES
 from w4a8.decoder import Decoder
+from w4a8.integrations.vllm.decoder_layers import Norms, Unfit, norms_of_heads
 from w4a8.integrations.vllm.ranks import SharedSums
 
 # Norms of all heads at once; parallel blocks; latent attention; experts alone, with shared ones, with norms of results;
@@ -103,7 +108,7 @@ def test_sums_as_vllm_asks_for_them(ranks, dtype):
     memory = torch.zeros(Decoder.ranks_bytes(ranks), dtype=torch.uint8)
     tensors = [(100 * torch.randn(3, 4, 5)).to(dtype).transpose(0, 1) for _ in range(ranks)]
 
-    def collect(rank):
+    def collect(rank):  # noqa: F811
         group = CpuCommunicator.__new__(CpuCommunicator)
         group.world_size, group.rank_in_group, group.ranks, group.device_group = ranks, rank, range(ranks), None
         group.dist_module = SharedSums(memory, rank, ranks)
@@ -121,6 +126,34 @@ def test_sums_as_vllm_asks_for_them(ranks, dtype):
     for whole, _, total in found:
         assert torch.equal(whole[0], torch.cat(tensors, 0)) and torch.equal(whole[1], torch.cat(tensors, -1))
         assert torch.equal(total, expected)
+
+
+def norms_on(heads, kv_heads, q_norm, k_norm):
+    """Of one rank's queries and keys, whose heads have 16 numbers."""
+    impl = SimpleNamespace(num_heads=heads, num_kv_heads=kv_heads, head_size=16)
+    module = SimpleNamespace(q_norm=q_norm, k_norm=k_norm)
+    return norms_of_heads(module, impl, FAMILIES["olmoe"], Norms(centered=False))
+
+
+def test_norms_of_heads_that_ranks_have_copies_of(rank):  # noqa: F811
+    """Eight heads of queries and two of keys on four ranks: two have copies of the first head of keys."""
+    q_norm, k_norm, of_each = RMSNorm(128), RMSNorm(32), RMSNorm(16)
+    for norm in (q_norm, k_norm, of_each):
+        norm.weight.data.copy_(torch.randn(len(norm.weight)))
+    for index in range(4):
+        rank(index, 4)
+        found = norms_on(2, 1, q_norm, k_norm)
+        assert torch.equal(found["q_norm"], q_norm.weight[32 * index :][:32])
+        assert torch.equal(found["k_norm"], k_norm.weight[16 * (index // 2) :][:16])
+        assert torch.equal(norms_on(2, 1, of_each, of_each)["k_norm"], of_each.weight)
+        assert torch.equal(norms_on(1, 1, of_each, of_each)["q_norm"], of_each.weight)
+
+
+def test_one_head_of_a_norm_of_all_ranks(rank):  # noqa: F811
+    """A decoder would norm each head."""
+    rank(1, 4)
+    with pytest.raises(Unfit, match="a norm of the heads of all ranks, of which each has one"):
+        norms_on(1, 1, RMSNorm(64), RMSNorm(16))
 
 
 # Rows of bfloat16 at the ends; states; inputs of layers, which vLLM's own forward leaves out behind the first stage.

@@ -39,7 +39,8 @@ _ROTATIONS = tuple(each.forward_native for each in (RotaryEmbedding, MRotaryEmbe
 # vLLM's matrices of latent attention, and fields of ``Decoder.add_layer``.
 _LATENTS = (("W_UK_T", "k_up"), ("W_UV", "v_up"))
 # RMS norms of MiniMax's heads, and in transformers' modules; where these classes are differs between versions of vLLM.
-_NORMS = ("MiniMaxText01RMSNormTP", "TPAwareRMSNorm")
+_CUT_NORM = "MiniMaxText01RMSNormTP"
+_NORMS = (_CUT_NORM, "TPAwareRMSNorm")
 _LAYER_NORMS = ("commandr.LayerNorm", "torch.nn.modules.normalization.LayerNorm")
 # Activation of a dense MLP, by vLLM's class.
 _ACTIVATIONS = {
@@ -200,15 +201,28 @@ def attention_fields(module: Any, family: Family, norms: Norms, ropes: Ropes) ->
         "interleaved": turns and not getattr(rotary, "is_neox_style", True),
         "turn_first": family.turn_first,
     }
-    for name in ("q_norm", "k_norm", "v_norm"):
-        if getattr(module, family.name(name), None) is not None:
-            fields[name] = norms.weight(getattr(module, family.name(name)))
-    if ranks.count() > 1:
-        for name, heads in (("q_norm", impl.num_heads), ("k_norm", impl.num_kv_heads)):
-            weight = fields.get(name)
-            if weight is not None and weight.numel() == ranks.count() * heads * impl.head_size:  # of all ranks' heads
-                fields[name] = weight.chunk(ranks.count())[ranks.own()]
-    return fields
+    return fields | norms_of_heads(module, impl, family, norms)
+
+
+def norms_of_heads(module: Any, impl: Any, family: Family, norms: Norms) -> dict[str, torch.Tensor]:
+    """The norms of queries, keys and values; of a norm of the heads of all ranks this rank's part.
+
+    Raises:
+        Unfit: another norm; or such a norm on ranks of one head, which a decoder would take for a norm of each head.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, heads in (("q_norm", impl.num_heads), ("k_norm", impl.num_kv_heads), ("v_norm", impl.num_kv_heads)):
+        norm = getattr(module, family.name(name), None)
+        if norm is None:
+            continue
+        weight = norms.weight(norm)
+        # Of each head, of this rank's heads, or of more, which ranks may have copies of.
+        parts = max(1, weight.numel() // (heads * impl.head_size))
+        found[name] = weight.chunk(parts)[ranks.own() * parts // ranks.count()]
+        is_cut = parts > 1 or (ranks.count() > 1 and type(norm).__name__ == _CUT_NORM)
+        if is_cut and name == "q_norm" and heads == 1:
+            raise Unfit("a norm of the heads of all ranks, of which each has one")
+    return found
 
 
 def _turns(module: Any) -> bool:
