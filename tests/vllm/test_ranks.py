@@ -132,11 +132,12 @@ IN_TURNS = {
     "gemma4": {"layer_types": ["sliding_attention", "full_attention"] * 2},
 }
 # Rows of bfloat16 at the ends. States, and inputs of layers, which vLLM's own forward leaves out behind the first
-# stage, of models around which is another.
+# stage, of models around which is another; layers of transformers' classes.
 STAGES = {
     "qwen3_moe": lambda checkpoints, folder: Job(checkpoints(QWEN3_MOE) / "checkpoint", arguments(QWEN3_MOE)),
     "qwen35": lambda _, folder: published("qwen35", folder, "bfloat16", **IN_TURNS["qwen35"]),
     "gemma4": lambda _, folder: published("gemma4", folder, "bfloat16", **IN_TURNS["gemma4"]),
+    "olmo2": lambda _, folder: jobs_of("olmo2", folder)[0],
 }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.sequence import IntermediateTensors
 
 from w4a8.core.product_factors import product_factors
@@ -178,12 +179,9 @@ class OneCall:
         """Finds the layers, and what makes rows of tokens."""
         if not hasattr(self.inner, "do_not_compile"):
             raise Unfit("this vLLM compiles models in another way")
-        if self._of_transformers:
-            self.layers, self.embed = list(self.inner.layers), self.inner.get_input_embeddings()
-        else:
-            first, last = (getattr(self.inner, f"{name}_layer", None) for name in ("start", "end"))
-            self.layers = list(self.inner.layers[first:last])
-            self.embed = self.inner.embed_input_ids
+        # Those of other stages are missing.
+        self.layers = [layer for layer in self.inner.layers if not isinstance(layer, PPMissingLayer)]
+        self.embed = self.inner.get_input_embeddings() if self._of_transformers else self.inner.embed_input_ids
 
     def _last_norm(self, norms: Norms) -> torch.Tensor | None:
         """The weight of the norm behind the layers."""
