@@ -13,6 +13,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from uuid import uuid4
 
 import models
 import pytest
@@ -106,7 +107,7 @@ def run_engines(
     directory.mkdir(parents=True, exist_ok=True)
     request = {key: str(directory / name) for key, name in FILES.items()}
     Path(request["jobs"]).write_text(json.dumps([vars(job) for job in jobs], default=str))
-    request |= {"directory": str(directory), "environment": variables, "ranks": ranks, "port": free_port()}
+    request |= {"directory": str(directory), "environment": variables, "ranks": ranks, "meeting": uuid4().hex}
     server = engine_server(hide_amx or HIDE_AMX)
     print(json.dumps(request), file=server.stdin, flush=True)
     code = "no answer"

@@ -2,7 +2,7 @@
 process must not know what another one's engines have compiled or said.
 
 A line on standard input is a JSON object: "jobs", "results" and "log" (paths), "directory", "environment" (variables),
-"ranks" (processes), "port". The exit code is the answer, when the processes have ended.
+"ranks" (processes), "meeting" (a name that no other has). The exit code is the answer, when the processes have ended.
 
 The jobs are a JSON list of {"model", "arguments" (of LLM), "prompts" (token ids), "tokens", "environment" (variables)}.
 The results, a torch file, get one entry per job: {"error"}, or {"outputs": token ids, "logprobs": float32
@@ -49,7 +49,9 @@ def collect_only_what_is_new() -> None:
 
 
 def meet_at(address: str, rank: int) -> None:
-    """Ranks that were started by this file; vLLM's name for what they share would be that of every other pair's."""
+    """Ranks that were started by this file. By a file, as ranks that vLLM starts: at a port, a rank could meet what is
+    left of another one's last engine. vLLM names what they share by the end of the address.
+    """
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     ExecutorWithExternalLauncher._distributed_args = lambda self: (address, rank, rank)
@@ -163,7 +165,7 @@ def answers(llm, job: dict) -> dict:
     return {"outputs": tokens, "logprobs": rows, "cached": cached, "preempted": lost}
 
 
-def run_all(jobs_path: str, results_path: str) -> None:
+def run_all(jobs_path: str, results_path: str, meeting: str) -> None:
     import torch
     from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -172,8 +174,10 @@ def run_all(jobs_path: str, results_path: str) -> None:
     results = []
     with open(jobs_path) as file:
         jobs = json.load(file)
-    for job in jobs:
+    for number, job in enumerate(jobs):
         started = time.monotonic()
+        if "RANK" in os.environ:
+            meet_at(f"file://{os.getcwd()}/{meeting}-{number}", int(os.environ["RANK"]))
         try:
             result = run(job)
         except BaseException as error:
@@ -208,8 +212,7 @@ def start(request: dict, rank: int) -> int:
         os.environ.update(request["environment"])
         if request["ranks"] > 1:
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(request["ranks"]))
-            meet_at(f"tcp://127.0.0.1:{request['port']}", rank)
-        run_all(request["jobs"], request["results"])
+        run_all(request["jobs"], request["results"], request["meeting"])
         code = 0
     except BaseException:
         traceback.print_exc()

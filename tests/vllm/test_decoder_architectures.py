@@ -1,6 +1,7 @@
 """Every architecture of docs/formats.md in engines: all layers in one call beside vLLM's own forward."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import transformers
@@ -73,23 +74,27 @@ def test_in_one_call(name, results):
     check(on, off)
 
 
-@pytest.mark.parametrize("name", ["gemma4", "gemma4, shared keys", "qwen35"])
-def test_of_a_model_that_also_sees(name, tmp_path):
-    """As Gemma 4 and Qwen3.5 are published: the text alone, which is in ``language_model``."""
-    text = model_of(name, **({"use_bidirectional_attention": "vision"} if name == "gemma4" else {}))
+def published(name, folder, dtype="float32", **fields):
+    """As Gemma 4 and Qwen3.5 are published: the text alone, which is in ``language_model``. fields: of its config."""
+    text = model_of(name, **fields)
     family = INT4[name][0]
     config = getattr(transformers, f"{family}Config")(text_config=text.config.to_dict(), **SEES[family])
     whole = getattr(transformers, f"{family}ForConditionalGeneration")(config)
     whole.model.language_model.load_state_dict(text.model.state_dict())
     whole.lm_head.load_state_dict(text.lm_head.state_dict())
-    write_int4(whole, tmp_path / "checkpoint")
-    arguments = {"enforce_eager": True, "dtype": "float32", "max_model_len": 128, "language_model_only": True}
+    write_int4(whole, folder / "checkpoint")
+    arguments = {"enforce_eager": True, "dtype": dtype, "max_model_len": 128, "language_model_only": True}
     few = [[token % 87 + 3 for token in prompt] for prompt in prompts()]
-    ways = ({}, {"W4A8_VLLM_DECODER": "0"})
-    jobs = [Job(tmp_path / "checkpoint", arguments, few, environment=each) for each in ways]
+    return Job(folder / "checkpoint", arguments, few)
+
+
+@pytest.mark.parametrize("name", ["gemma4", "gemma4, shared keys", "qwen35"])
+def test_of_a_model_that_also_sees(name, tmp_path):
+    job = published(name, tmp_path, **({"use_bidirectional_attention": "vision"} if name == "gemma4" else {}))
+    jobs = [job, replace(job, environment={"W4A8_VLLM_DECODER": "0"})]
     (on, off), log = run_engines(jobs, tmp_path / "engines", 1800, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     assert "error" not in on, on["error"]
     assert "error" not in off, off["error"]
-    assert f"{family}ForConditionalGeneration" in log
+    assert f"{INT4[name][0]}ForConditionalGeneration" in log
     assert log.count(f"w4a8: all {LAYERS} layers run in one call") == 1
     check(on, off)

@@ -12,13 +12,15 @@ from conftest import Job, arguments, run_engines
 from gguf_architectures import INT4, INTER, LAYERS, SIZES
 from layers import rank  # noqa: F401
 from models import Case
-from test_decoder_architectures import check, jobs_of
+from test_decoder_architectures import check, jobs_of, published
 from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.models.utils import make_empty_intermediate_tensors_factory
 
 from w4a8.core.families import FAMILIES
-from w4a8.decoder import Decoder
+from w4a8.decoder import Decoder, StepThreads
 from w4a8.integrations.vllm.decoder_layers import Norms, Unfit, norms_of_heads
+from w4a8.integrations.vllm.one_call import OneCall
 from w4a8.integrations.vllm.ranks import SharedSums
 
 # Norms of all heads at once; parallel blocks; latent attention; experts alone, with shared ones, with norms of results;
@@ -156,24 +158,45 @@ def test_one_head_of_a_norm_of_all_ranks(rank):  # noqa: F811
         norms_on(1, 1, RMSNorm(64), RMSNorm(16))
 
 
-# Rows of bfloat16 at the ends; states; inputs of layers, which vLLM's own forward leaves out behind the first stage.
 # Each stage has attention, without which vLLM's stages disagree about the cache.
+QWEN3_MOE = Case("qwen3_moe", 32, "int-quantized", "bfloat16", "symmetric")
+IN_TURNS = {
+    "qwen35": {"layer_types": ["linear_attention", "full_attention"] * 2},
+    "gemma4": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+}
+# Rows of bfloat16 at the ends. States, and inputs of layers, which vLLM's own forward leaves out behind the first
+# stage, of models around which is another; layers of transformers' classes.
 STAGES = {
-    "qwen3_moe": (Case("qwen3_moe", 32, "int-quantized", "bfloat16", "symmetric"), {}),
-    "qwen35": ("qwen35", {"layer_types": ["linear_attention", "full_attention"] * 2}),
-    "gemma4": ("gemma4", {"layer_types": ["sliding_attention", "full_attention"] * 2}),
+    "qwen3_moe": lambda checkpoints, folder: Job(checkpoints(QWEN3_MOE) / "checkpoint", arguments(QWEN3_MOE)),
+    "qwen35": lambda _, folder: published("qwen35", folder, "bfloat16", **IN_TURNS["qwen35"]),
+    "gemma4": lambda _, folder: published("gemma4", folder, "bfloat16", **IN_TURNS["gemma4"]),
+    "olmo2": lambda _, folder: jobs_of("olmo2", folder)[0],
 }
 
 
 @pytest.mark.parametrize("name", STAGES)
 def test_two_stages_have_the_bits_of_one(name, checkpoints, tmp_path):
     """In processes that vLLM starts, as in a server: only these send rows from stage to stage."""
-    case, fields = STAGES[name]
-    job, _ = both_jobs((case, False), checkpoints, tmp_path, **fields)
-    one = replace(job, arguments={**job.arguments, "tensor_parallel_size": 1, "enable_expert_parallel": False})
+    one = STAGES[name](checkpoints, tmp_path)
     # In eager mode vLLM 0.32 has no place for the rows that a stage receives.
     two = replace(one, arguments={**one.arguments, "pipeline_parallel_size": 2, "enforce_eager": False})
     (found,), log = run_engines([two], tmp_path / "two", 900, VLLM_CPU_OMP_THREADS_BIND="0|1")
     assert len(re.findall(r"w4a8: all 2 layers run in one call|w4a8: all 1 layers run in one call", log)) == 2
     (expected,), _ = run_engines([one], tmp_path / "one", 900, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     assert_same(found, expected)
+
+
+def test_a_step_with_pictures_between_stages():
+    """vLLM's own forward gets what it has sent."""
+    call = OneCall.__new__(OneCall)
+    call.hidden_size, call.dtype, call._threads = 8, torch.bfloat16, StepThreads()
+    call._stock_empty = make_empty_intermediate_tensors_factory(["hidden_states", "residual"], 8)
+    call._stock = lambda input_ids, positions, intermediate_tensors, inputs_embeds: intermediate_tensors
+    received = call._empty_rows(3, torch.bfloat16, torch.device("cpu"))
+    sent = {name: torch.randn(3, 8).bfloat16() for name in ("hidden_states", "residual")}
+    for name, rows in sent.items():  # as the model runner does
+        received[name].copy_(rows)
+    found = call.forward(None, torch.tensor([[0, 1, 1], [0, 1, 2], [0, 1, 1]]), received)
+    assert found.tensors.keys() == sent.keys()
+    for name, rows in sent.items():
+        assert found[name].dtype == torch.bfloat16 and torch.equal(found[name], rows)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.sequence import IntermediateTensors
 
 from w4a8.core.product_factors import product_factors
@@ -57,7 +58,7 @@ def attach(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
     if layers is None or reason is not None:
         logger().info("w4a8: layers run one by one: %s", reason)
         return
-    layers.take_over()
+    layers.take_over(model)
     is_head = isinstance(layers, HeadInOneCall)
     what = "its layer of guesses runs" if is_head else f"all {len(layers.layers)} layers run"
     logger().info("w4a8: %s in one call (%s=0: one by one)", what, settings.DECODER)
@@ -178,12 +179,9 @@ class OneCall:
         """Finds the layers, and what makes rows of tokens."""
         if not hasattr(self.inner, "do_not_compile"):
             raise Unfit("this vLLM compiles models in another way")
-        if self._of_transformers:
-            self.layers, self.embed = list(self.inner.layers), self.inner.get_input_embeddings()
-        else:
-            first, last = (getattr(self.inner, f"{name}_layer", None) for name in ("start", "end"))
-            self.layers = list(self.inner.layers[first:last])
-            self.embed = self.inner.embed_input_ids
+        # Those of other stages are missing.
+        self.layers = [layer for layer in self.inner.layers if not isinstance(layer, PPMissingLayer)]
+        self.embed = self.inner.get_input_embeddings() if self._of_transformers else self.inner.embed_input_ids
 
     def _last_norm(self, norms: Norms) -> torch.Tensor | None:
         """The weight of the norm behind the layers."""
@@ -235,8 +233,11 @@ class OneCall:
             memory, gather = self._sums
             decoder.set_ranks(memory, ranks.own(), ranks.count(), gather=gather)
 
-    def take_over(self) -> None:
-        """Replaces the forward of the model's layers. Weights that are loaded later are read before the next step."""
+    def take_over(self, outer: torch.nn.Module) -> None:
+        """Replaces the forward of the model's layers. Weights that are loaded later are read before the next step.
+
+        ``outer``: what vLLM runs, this model or one around it that also sees.
+        """
         before_loading_again(self.model, self._forget)
         if self._head_layer is not None:
             self._head = _Head(self._head_layer)
@@ -245,14 +246,13 @@ class OneCall:
         self._stock = owner.forward
         owner.forward = self.forward
         if not (self._is_first and self._is_last):
-            self._stock_empty = self.model.make_empty_intermediate_tensors
-            self.model.make_empty_intermediate_tensors = self._empty_rows
+            self._stock_empty = outer.make_empty_intermediate_tensors
+            outer.make_empty_intermediate_tensors = self._empty_rows
 
     def _empty_rows(self, batch_size: int, dtype: torch.dtype, device: torch.device) -> IntermediateTensors:
-        """Rows between stages (upstream's contract), in float32 as between layers, and numbers of all layers."""
-        rows = {"hidden_states": torch.zeros(batch_size, self.hidden_size, device=device)}
-        stock = self._stock_empty(batch_size, dtype, device).items() if self._has_inputs else ()
-        return IntermediateTensors(rows | {name: each for name, each in stock if name == "per_layer_inputs"})
+        """What a stage receives (upstream's contract), its rows in float32 as between layers."""
+        stock = self._stock_empty(batch_size, dtype, device).tensors
+        return IntermediateTensors(stock | {"hidden_states": torch.zeros(batch_size, self.hidden_size, device=device)})
 
     def _forget(self) -> None:
         self._is_stale = True
@@ -271,6 +271,9 @@ class OneCall:
             self._threads.restore()
             if per_layer_inputs is not None:
                 more["per_layer_inputs"] = per_layer_inputs
+            if intermediate_tensors is not None:
+                received = intermediate_tensors.items()
+                intermediate_tensors = IntermediateTensors({name: each.to(self.dtype) for name, each in received})
             return self._stock(input_ids, positions, intermediate_tensors, inputs_embeds, **more)
         if self._is_first:
             hidden = self.embed(input_ids) if inputs_embeds is None else inputs_embeds
@@ -366,9 +369,9 @@ class HeadInOneCall(OneCall):
         if len(self.layers) != 1:
             raise Unfit(f"a head of {len(self.layers)} layers, of which a guess takes one")
 
-    def take_over(self) -> None:
+    def take_over(self, outer: torch.nn.Module) -> None:
         """As above."""
-        super().take_over()
+        super().take_over(outer)
         self.model.do_not_compile = True
 
     def forward(
