@@ -79,6 +79,11 @@ class Shapes:
 
     architecture: ClassVar[str] = "qwen3moe"  # of a GGUF file
 
+    @property
+    def blocks(self) -> int:
+        """Layers of a GGUF file, with those behind the last that guess further tokens (MTP)."""
+        return self.layers
+
     def keys(self) -> dict[str, Any]:
         """More keys of a GGUF file, without the architecture."""
         return {}

@@ -21,6 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="real_size", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--hybrid", action="store_true", help="Qwen3.5-35B-A3B, of gguf-q4_k_m alone")
+    parser.add_argument("--mtp", action="store_true", help="with the layer of --hybrid that guesses further tokens")
     parser.add_argument("--layers", type=int, help="default: all 48, 16.7 GB in groups of 128")
     parser.add_argument("--group", type=int, default=128, help="int4 weights per scale (default: 128)")
     parser.add_argument("--vocabulary", type=int, help="default: 151936")
@@ -31,10 +32,12 @@ def main() -> None:
         help=f"of {','.join(FORMATS)} (default: w4a8)",
     )
     args = parser.parse_args()
+    if args.mtp and not args.hybrid:
+        parser.error("--mtp is given, expected with --hybrid")
     try:
         sizes = {"layers": args.layers, "vocabulary": args.vocabulary, "group": args.group}
         made = {name: size for name, size in sizes.items() if size is not None}
-        shapes = HybridShapes(**made) if args.hybrid else Shapes(**made)
+        shapes = HybridShapes(**made, guessing=int(args.mtp)) if args.hybrid else Shapes(**made)
         write(shapes, args.folder, args.formats)
     except (NotEnoughSpace, ValueError) as error:
         sys.exit(f"error: {error}")

@@ -54,7 +54,7 @@ def parts(shapes: Shapes) -> Iterator[Part]:
     """All tensors in the order of the model."""
     table = (shapes.vocabulary, shapes.hidden)
     yield Part("token_embd.weight", "model.embed_tokens", table)
-    for layer in range(shapes.layers):
+    for layer in range(shapes.blocks):
         yield from (_layer if shapes.architecture == "qwen3moe" else _hybrid_layer)(shapes, layer)
     yield Part("output_norm.weight", "model.norm", (shapes.hidden,))
     yield Part("output.weight", "lm_head", table)
@@ -127,7 +127,7 @@ def write(shapes: Shapes, source: Source, file_type: str, path: Path, wrote: Cal
     writer = gguf.GGUFWriter(part_path, shapes.architecture)
     writer.add_name(f"random {shapes.architecture}, {shapes.layers} layers")
     writer.add_context_length(shapes.positions)
-    writer.add_block_count(shapes.layers)
+    writer.add_block_count(shapes.blocks)
     writer.add_embedding_length(shapes.hidden)
     writer.add_feed_forward_length(8 * shapes.intermediate)
     writer.add_head_count(shapes.heads)

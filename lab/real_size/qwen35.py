@@ -27,8 +27,14 @@ class HybridShapes(Shapes):
     value_heads: int = 32
     state_size: int = 128  # of a key and of a value
     width: int = 4  # of the convolution
+    guessing: int = 0  # layers behind the last, which guess further tokens (MTP)
 
     architecture: ClassVar[str] = "qwen35moe"
+
+    @property
+    def blocks(self) -> int:
+        """With those that guess."""
+        return self.layers + self.guessing
 
     def config(self) -> dict[str, Any]:
         """The file says all."""
@@ -36,7 +42,8 @@ class HybridShapes(Shapes):
 
     def keys(self) -> dict[str, int | list[int]]:
         """Those that the dense model's file does not have."""
-        return {
+        guessing = {"nextn_predict_layers": self.guessing} if self.guessing else {}
+        return guessing | {
             "expert_shared_feed_forward_length": self.intermediate,
             "ssm.conv_kernel": self.width,
             "ssm.state_size": self.state_size,
@@ -54,7 +61,7 @@ class HybridShapes(Shapes):
         channels = 2 * self.key_heads * self.state_size + values
         yield "attn_norm.weight", (self.hidden,)
         yield "post_attention_norm.weight", (self.hidden,)
-        if (layer + 1) % INTERVAL == 0:
+        if (layer + 1) % INTERVAL == 0 or layer >= self.layers:
             wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
             yield "attn_q_norm.weight", (self.head_dim,)
             yield "attn_k_norm.weight", (self.head_dim,)
@@ -72,6 +79,10 @@ class HybridShapes(Shapes):
             yield "ssm_alpha.weight", (self.value_heads, self.hidden)
             yield "ssm_norm.weight", (self.state_size,)
             yield "ssm_out.weight", (self.hidden, values)
+        if layer >= self.layers:
+            yield "nextn.eh_proj.weight", (self.hidden, 2 * self.hidden)
+            for norm in ("enorm", "hnorm", "shared_head_norm"):
+                yield f"nextn.{norm}.weight", (self.hidden,)
         yield "ffn_gate_inp_shexp.weight", (self.hidden,)
         yield "ffn_gate_shexp.weight", (self.intermediate, self.hidden)
         yield "ffn_up_shexp.weight", (self.intermediate, self.hidden)

@@ -215,6 +215,9 @@ def test_hybrid_file(tmp_path):
     import gguf
 
     import w4a8.integrations.transformers  # noqa: F401, which reads the file
+    from w4a8.checkpoint.gguf_file import GGUFFile
+    from w4a8.checkpoint.gguf_linear import GGUFLinears
+    from w4a8.checkpoint.gguf_names import QWEN_HEADS
 
     full = HybridShapes()
     count = sum(math.prod(part.shape) for part in gguf_file.parts(full))
@@ -230,7 +233,18 @@ def test_hybrid_file(tmp_path):
         "full_attention",
     ]
     with torch.no_grad():
-        assert model(torch.arange(9)[None]).logits.isfinite().all()
+        logits = model(torch.arange(9)[None]).logits
+    assert logits.isfinite().all()
+
+    write.write(replace(some, guessing=1), tmp_path / "guessing", ["gguf-q4_k_m"])
+    guessing = tmp_path / "guessing" / "gguf-q4_k_m" / "model.gguf"
+    linears = GGUFLinears(GGUFFile(guessing))
+    assert GGUFLinears(GGUFFile(path)).heads == 0 and linears.heads == 1
+    layer = {name.removeprefix("blk.4.") for name in linears.file.tensors if name.startswith("blk.4.")}
+    assert {"attn_q.weight", "ffn_down_exps.weight", *(f"nextn.{name}.weight" for name in QWEN_HEADS.beside)} < layer
+    same = transformers.AutoModelForCausalLM.from_pretrained(guessing.parent, gguf_file=path.name, dtype=torch.float32)
+    with torch.no_grad():  # the layer that guesses is left out
+        assert torch.equal(same(torch.arange(9)[None]).logits, logits)
     with pytest.raises(ValueError, match="formats are 'w4a8', expected gguf-q4_k_m for qwen35moe"):
         write.write(some, tmp_path, ["w4a8"])
 

@@ -1,6 +1,9 @@
 """The stub of lab/bench_speculation.py, without vLLM."""
 
+from types import SimpleNamespace
+
 import numpy as np
+import torch
 from bench_speculation import PROMPT, Stub
 
 
@@ -16,6 +19,23 @@ def test_guesses_follow_the_tokens_that_are_there():
     found = proposed(stub, 7, sampled=[[1], [6], []], lengths=lengths, tokens=tokens)
     assert found == [[2, 3, 4], [7, 8], []]
     assert proposed(stub, 2, sampled=[[1], [6], []], lengths=lengths, tokens=tokens) == [[2, 3], [7, 8], []]
+
+
+def test_guesses_take_the_place_of_those_of_a_head():
+    stub = Stub()
+    stub.answers, stub.guesses, stub.right = {1000: [5, 6, 7, 8], 1001: [1, 2, 3, 4]}, 2, 1.0
+    tokens = np.array([[1001] + [0] * 40, [1000] + [0] * 40])
+    runner = SimpleNamespace(
+        input_batch=SimpleNamespace(num_tokens_no_spec=np.array([PROMPT, PROMPT + 1]), token_ids_cpu=tokens)
+    )
+    scheduled, sampled = SimpleNamespace(num_spec_tokens_to_schedule=3), torch.tensor([[1, -1, -1], [6, 7, -1]])
+
+    def head(runner, scheduled, sampled, more):
+        assert more == "more"
+        return torch.full((len(sampled), scheduled.num_spec_tokens_to_schedule), 9)
+
+    # Behind the answer's end the head's own guess stays.
+    assert stub.behind(head)(runner, scheduled, sampled, "more").tolist() == [[2, 3], [8, 9]]
 
 
 def test_as_many_guesses_are_right_as_asked():
