@@ -412,6 +412,26 @@ TEST(MatmulBatchTest, BoundedForEveryShape) {
   }
 }
 
+// Without zero points a code of int8 counts from 128, the same weights as with 128 everywhere.
+TEST_P(MatmulTest, Int8CountsFrom128) {
+  Rng rng(44);
+  SerialParallel serial;
+  const PackedShape shape{19, 96, 32, ScaleType::kFloat32, true, kInt8};
+  PackedShape with_zeros = shape;
+  with_zeros.kind = kInt8ZeroPoints;
+  Checkpoint source = to_checkpoint(shape, random_stack(rng, shape, 1));
+  std::vector<uint8_t> assumed(static_cast<std::size_t>(packed_bytes(shape)));
+  std::vector<uint8_t> given(static_cast<std::size_t>(packed_bytes(with_zeros)));
+  pack(kernel(), shape, 1, source.raw(), assumed.data(), serial);
+  source.zero_points.assign(19 * 3, 128);
+  pack(kernel(), with_zeros, 1, source.raw(), given.data(), serial);
+  const std::vector<float> x = random_activations(rng, 5 * shape.k, DType::kFloat32);
+  std::vector<float> outs[2] = {std::vector<float>(5 * 19), std::vector<float>(5 * 19)};
+  matmul(kernel(), serial, workspace_, {shape, assumed.data()}, x.data(), DType::kFloat32, 5, outs[0].data());
+  matmul(kernel(), serial, workspace_, {with_zeros, given.data()}, x.data(), DType::kFloat32, 5, outs[1].data());
+  EXPECT_EQ(outs[0], outs[1]);
+}
+
 TEST_P(MatmulTest, NoRowsTouchNothing) {
   Rng rng(65);
   SerialParallel serial;

@@ -13,7 +13,7 @@ import pytest
 import reference
 import torch
 from common import assert_same_bits, assert_within
-from test_quantize import expected_experts, rounded
+from test_quantize_experts import expected_experts, rounded
 from test_quantize_transformers import FAMILIES, make_model
 
 import w4a8

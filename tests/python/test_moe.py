@@ -5,7 +5,18 @@ import functools
 import pytest
 import reference
 import torch
-from common import DTYPES, assert_same_bits, from_numpy, make_layer, route
+from common import (
+    DTYPES,
+    EVERY_KIND,
+    OF_GGUF,
+    TWO_LEVELS,
+    assert_same_bits,
+    assert_within,
+    from_numpy,
+    make_layer,
+    make_matrix,
+    route,
+)
 from common import check_layer as check
 
 import w4a8
@@ -301,3 +312,76 @@ def test_arguments_are_not_written(kernel):
     layer(x, ids, router, weight_on_input=True)
     for now, then in zip(arguments, before):
         assert torch.equal(now, then)
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        *((w13, w2) for w13 in EVERY_KIND[:4] for w2 in EVERY_KIND[:4] if (w13, w2) != ("int4", "int4")),
+        (TWO_LEVELS[2], TWO_LEVELS[2]),
+        (TWO_LEVELS[0], TWO_LEVELS[2]),
+        (TWO_LEVELS[1], TWO_LEVELS[0]),
+        (TWO_LEVELS[2], "int8"),
+    ],
+    ids=" and ".join,
+)
+def test_moe_of_mixed_kinds(kernel, kinds):
+    sizes = [(80, 48, 16)] if kinds[0] in TWO_LEVELS else [(64, 32, 32), (128, 96, 32), (80, 48, 16), (34, 18, -1)]
+    for hidden, inner, group in sizes:
+        for gated, weight_on_input in ((True, False), (True, True), (False, False)):
+            layer = make_layer(4, hidden, inner, group, gated, bias=not weight_on_input, kinds=kinds)
+            x, (ids, router) = torch.randn(9, hidden), route(9, 2, 4)
+            ids[3, 1] = -1
+            what = f"{hidden}, {inner}, groups of {group}"
+            check(layer, x, ids, router, 0, weight_on_input, what)
+
+
+@pytest.mark.parametrize("groups", [(-1, -1), (32, 32)], ids=["per token", "groups of 32"])
+@pytest.mark.parametrize(
+    ("kinds", "group"),
+    [
+        *(((kind, kind), 32) for kind in OF_GGUF),
+        (("int4 minimums supers", "int6 supers"), (32, 16)),  # Q4_K beside Q6_K
+        (("int4", "int4 minimums"), 32),
+        (("int4", "int8"), (128, 32)),
+    ],
+    ids=str,
+)
+def test_moe_of_gguf(kernel, kinds, group, groups):
+    layer = make_layer(3, 256, 256, group, bias=True, kinds=kinds, activation_groups=groups)
+    for tokens in (1, 5, 40):
+        ids, router = route(tokens, 2, 3)
+        ids[0, 0] = -1
+        check(layer, torch.randn(tokens, 256), ids, router, what=f"{tokens} tokens", most=0.1)
+
+
+@pytest.mark.parametrize("size", [-1, 32])
+def test_experts_of_different_kinds(kernel, size):
+    """A stack's rows are matrices of their own; only their number of bytes must be the same."""
+    stacks = [
+        [make_matrix(64, k, 32, kind=kind, activation_group=size) for kind in kinds]
+        for k, kinds in ((64, ("int4", "e2m1", "iq4")), (32, ("iq4", "int4", "e2m1")))
+    ]
+    packed = [torch.stack([part.pack() for part in parts]) for parts in stacks]
+    x = torch.randn(6, 64)
+    ids, router = route(6, 2, 3)
+    arrays = [[part.arrays() for part in parts] for parts in stacks]
+    rest = (32, True, False, 0)
+    want, explained = reference.moe(x.numpy(), ids.numpy(), router.numpy(), *arrays, *rest, (size, size))
+    y = w4a8.dynamic_4bit_int_moe(x, ids, router, *packed, 64, 32, 64, 32, False, 0)
+    assert_within(y.numpy(), want, explained)
+
+
+@pytest.mark.parametrize("kinds", [("int8", "int8"), (TWO_LEVELS[2], TWO_LEVELS[2])], ids=" and ".join)
+def test_every_kernel_and_batch(supported_kernels, kinds):
+    """A token's bits depend on that token alone."""
+    for group in (16,) if kinds[0] in TWO_LEVELS else (32, -1):
+        layer = make_layer(3, 96, 64, group, bias=True, kinds=kinds)
+        x, (ids, router) = torch.randn(40, 96).bfloat16(), route(40, 2, 3)
+        want = layer(x, ids, router)
+        for name in supported_kernels:
+            with w4a8.use_kernel(name):
+                assert_same_bits(layer(x, ids, router), want, name)
+                for token in (0, 17):
+                    part = slice(token, token + 1)
+                    assert_same_bits(layer(x[part], ids[part], router[part]), want[part], name)

@@ -1,5 +1,5 @@
 """Every kind of weights: pack, unpack and matmul give the bits of reference.py, whatever the kernel, shape, strides and
-threads; the fused operator and int4_gemm_w4a8 with kinds of all sorts. What one kind alone has is in test_kinds.py.
+threads; int4_gemm_w4a8 too. What one kind alone has is in test_kinds.py.
 """
 
 import itertools
@@ -13,23 +13,19 @@ from common import (
     DTYPES,
     EVERY_KIND,
     KINDS,
-    OF_GGUF,
     SUPERS,
     TWO_LEVELS,
     activation_groups,
     assert_same_bits,
     assert_within,
     check,
-    check_layer,
     expected,
     from_numpy,
     grouped,
     has,
-    make_layer,
     make_matrix,
     matmul,
     packed_size,
-    route,
     unpack,
 )
 from test_linear_ops import expected as gemm_expected
@@ -384,82 +380,6 @@ def test_same_bits_over_kernels_threads_and_batches(supported_kernels, set_threa
                 assert_same_bits(matrix.pack(), packed, f"pack, {name}, {threads} threads")
             for rows in ([5], [66, 0], list(range(20, 33)), torch.randperm(67).tolist()):
                 assert_same_bits(matmul(x[rows], matrix, packed), first[rows], f"{name}, rows {rows}")
-
-
-# --- the fused operator, and quantized activations --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "kinds",
-    [
-        *((w13, w2) for w13 in EVERY_KIND[:4] for w2 in EVERY_KIND[:4] if (w13, w2) != ("int4", "int4")),
-        (TWO_LEVELS[2], TWO_LEVELS[2]),
-        (TWO_LEVELS[0], TWO_LEVELS[2]),
-        (TWO_LEVELS[1], TWO_LEVELS[0]),
-        (TWO_LEVELS[2], "int8"),
-    ],
-    ids=" and ".join,
-)
-def test_moe_of_mixed_kinds(kernel, kinds):
-    sizes = [(80, 48, 16)] if kinds[0] in TWO_LEVELS else [(64, 32, 32), (128, 96, 32), (80, 48, 16), (34, 18, -1)]
-    for hidden, inner, group in sizes:
-        for gated, weight_on_input in ((True, False), (True, True), (False, False)):
-            layer = make_layer(4, hidden, inner, group, gated, bias=not weight_on_input, kinds=kinds)
-            x, (ids, router) = torch.randn(9, hidden), route(9, 2, 4)
-            ids[3, 1] = -1
-            what = f"{hidden}, {inner}, groups of {group}"
-            check_layer(layer, x, ids, router, 0, weight_on_input, what)
-
-
-@pytest.mark.parametrize("groups", [(-1, -1), (32, 32)], ids=["per token", "groups of 32"])
-@pytest.mark.parametrize(
-    ("kinds", "group"),
-    [
-        *(((kind, kind), 32) for kind in OF_GGUF),
-        (("int4 minimums supers", "int6 supers"), (32, 16)),  # Q4_K beside Q6_K
-        (("int4", "int4 minimums"), 32),
-        (("int4", "int8"), (128, 32)),
-    ],
-    ids=str,
-)
-def test_moe_of_gguf(kernel, kinds, group, groups):
-    layer = make_layer(3, 256, 256, group, bias=True, kinds=kinds, activation_groups=groups)
-    for tokens in (1, 5, 40):
-        ids, router = route(tokens, 2, 3)
-        ids[0, 0] = -1
-        check_layer(layer, torch.randn(tokens, 256), ids, router, what=f"{tokens} tokens", most=0.1)
-
-
-@pytest.mark.parametrize("size", [-1, 32])
-def test_experts_of_different_kinds(kernel, size):
-    """A stack's rows are matrices of their own; only their number of bytes must be the same."""
-    stacks = [
-        [make_matrix(64, k, 32, kind=kind, activation_group=size) for kind in kinds]
-        for k, kinds in ((64, ("int4", "e2m1", "iq4")), (32, ("iq4", "int4", "e2m1")))
-    ]
-    packed = [torch.stack([part.pack() for part in parts]) for parts in stacks]
-    x = torch.randn(6, 64)
-    ids, router = route(6, 2, 3)
-    arrays = [[part.arrays() for part in parts] for parts in stacks]
-    rest = (32, True, False, 0)
-    want, explained = reference.moe(x.numpy(), ids.numpy(), router.numpy(), *arrays, *rest, (size, size))
-    y = w4a8.dynamic_4bit_int_moe(x, ids, router, *packed, 64, 32, 64, 32, False, 0)
-    assert_within(y.numpy(), want, explained)
-
-
-@pytest.mark.parametrize("kinds", [("int8", "int8"), (TWO_LEVELS[2], TWO_LEVELS[2])], ids=" and ".join)
-def test_every_kernel_and_batch(supported_kernels, kinds):
-    """A token's bits depend on that token alone."""
-    for group in (16,) if kinds[0] in TWO_LEVELS else (32, -1):
-        layer = make_layer(3, 96, 64, group, bias=True, kinds=kinds)
-        x, (ids, router) = torch.randn(40, 96).bfloat16(), route(40, 2, 3)
-        want = layer(x, ids, router)
-        for name in supported_kernels:
-            with w4a8.use_kernel(name):
-                assert_same_bits(layer(x, ids, router), want, name)
-                for token in (0, 17):
-                    part = slice(token, token + 1)
-                    assert_same_bits(layer(x[part], ids[part], router[part]), want[part], name)
 
 
 @every_kind

@@ -7,7 +7,7 @@ import moe_blocks
 import pytest
 import torch
 from common import TORCH_VERSION, assert_same_bits, assert_within
-from test_quantize import expected_experts
+from test_quantize_experts import expected_experts
 from torch import nn
 
 import w4a8

@@ -8,7 +8,7 @@ import pytest
 import reference
 import torch
 from common import assert_same_bits, assert_within
-from test_quantize import expected_experts
+from test_quantize_experts import expected_experts
 
 import w4a8
 from w4a8.nn import W4A8Experts, W4A8Linear
@@ -142,7 +142,7 @@ def test_block(name):
     if isinstance(before, tuple):  # transformers 4: the router's logits; gpt-oss: its weights
         assert_same_bits(after[1], before[1])
         after = after[0]
-    # A softmax in another order of operations, where this package routes (see test_quantize.test_softmax_blocks).
+    # A softmax in another order of operations, where this package routes (see test_softmax_blocks).
     explained = explained + (2 * reference.EXP_ERROR + 10 * reference.U) * sum(np.abs(part) for part in single)
     if hasattr(block, "shared_expert"):
         want = want + (torch.sigmoid(block.shared_expert_gate(tokens)) * block.shared_expert(tokens)).numpy()
