@@ -46,9 +46,10 @@ W4A8_INLINE void dot_block(const DotTile& tile, int64_t row, int64_t output) {
 
 template <class Ops, DType kType, int kOutputs>
 W4A8_INLINE void dot_outputs(const DotTile& tile, int64_t output) {
+  constexpr int kRows = Ops::kLanes >= 16 ? 4 : 2;
   int64_t row = 0;
-  for (; row + 2 <= tile.rows; row += 2) dot_block<Ops, kType, 2, kOutputs>(tile, row, output);
-  if (row < tile.rows) dot_block<Ops, kType, 1, kOutputs>(tile, row, output);
+  for (; row + kRows <= tile.rows; row += kRows) dot_block<Ops, kType, kRows, kOutputs>(tile, row, output);
+  for (; row < tile.rows; ++row) dot_block<Ops, kType, 1, kOutputs>(tile, row, output);
 }
 
 // The accumulators of a block and what is multiplied fit into registers.

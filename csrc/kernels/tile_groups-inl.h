@@ -123,15 +123,20 @@ W4A8_INLINE typename Ops::F counted_sum(typename Ops::I acc) {
   return Ops::sub(Ops::float_bits(acc), Ops::splat(kSumFloat));
 }
 
-// The sum of a part as a float, times the scale of its activations if kScaled. The fma takes kSumFloat off and rounds
+// A sum that started at kSumBits as a float, times the scale of its activations. The fma takes kSumFloat off and rounds
 // once: the result is float(sum) times the scale.
+template <class Ops>
+W4A8_INLINE typename Ops::F scaled_sum(typename Ops::I acc, const float* scale, const float* shift) {
+  if constexpr (!Ops::kFusesShifts) return Ops::mul(counted_sum<Ops>(acc), Ops::splat(*scale));
+  return Ops::fma(Ops::float_bits(acc), Ops::splat(*scale), Ops::splat(*shift));
+}
+
+// The sum of a part as a float, times the scale of its activations if kScaled.
 template <class Ops, bool kScaled>
 W4A8_INLINE typename Ops::F part_value(const TileArgs& t, typename Ops::I acc, int r, int64_t part) {
   if constexpr (!kScaled) return Ops::to_float(acc);
   const int64_t at = part * t.row_scales_stride + r;
-  const typename Ops::F scale = Ops::splat(t.row_scales[at]);
-  if constexpr (!Ops::kFusesShifts) return Ops::mul(counted_sum<Ops>(acc), scale);
-  return Ops::fma(Ops::float_bits(acc), scale, Ops::splat(t.row_shifts[at]));
+  return scaled_sum<Ops>(acc, t.row_scales + at, t.row_shifts + at);
 }
 
 // f = fma(part_value, scale, f), group by group. kGroupSteps: steps of a group, 0 if known at run time only.
@@ -228,6 +233,40 @@ W4A8_INLINE void add_parts(const TileArgs& t, const int8_t* const (&rows)[R], co
   if constexpr (is_packed(kCode)) fetch_until<kMayStream>(fetch, t.fetch + C * layout.panel_bytes);
 }
 
+// add_groups of one row and one panel whose groups have super-scales: those of a record stay in registers, nothing asks
+// for a type, and pointers move in the place of indices.
+template <class Ops, Code kCode, int64_t kGroupSteps>
+W4A8_INLINE void add_super_groups(const TileArgs& t, const int8_t* q, const uint8_t* first,
+                                  typename Ops::F (&f)[1][1][Ops::kVecs]) {
+  using F = typename Ops::F;
+  constexpr int64_t kGroups = kSuperK / kStepK / kGroupSteps;  // of a record
+  const int8_t* row[] = {q};
+  const uint8_t* weights[] = {first};
+  const int32_t* start = t.starts;
+  const float* row_scale = t.row_scales;
+  const float* row_shift = t.row_shifts;
+  const int64_t stride = t.row_scales_stride;
+  const int64_t head_bytes = t.panels->head_bytes;
+  for (int64_t left = t.panels->groups; left > 0; left -= kGroups, weights[0] += head_bytes) {
+    const uint8_t* scales = weights[0] - head_bytes;
+    const uint8_t* const supers = scales + kGroups * kPanelColumns;
+    F super[Ops::kVecs];
+    for_each<Ops::kVecs>(
+        [&](int v) W4A8_LAMBDA { super[v] = Ops::template load_as<DType::kFloat16>(supers, v * Ops::kLanes); });
+    for (; scales < supers; scales += kPanelColumns, ++start, row_scale += stride, row_shift += stride) {
+      typename Ops::I acc[1][1][Ops::kVecs];
+      fill(acc, Ops::isplat(*start));
+      Ops::template accumulate<1, 1, kCode, kGroupSteps>(acc, row, weights, 0, kGroupSteps, nullptr);
+      for_each<Ops::kVecs>([&](int v) W4A8_LAMBDA {
+        const F scale = Ops::mul(Ops::to_float(Ops::load_int8(scales + v * Ops::kLanes)), super[v]);
+        f[0][0][v] = Ops::fma(scaled_sum<Ops>(acc[0][0][v], row_scale, row_shift), scale, f[0][0][v]);
+      });
+      row[0] += kGroupSteps * kStepK;
+      weights[0] += kGroupSteps * step_bytes(kCode);
+    }
+  }
+}
+
 template <class Ops, int R, int C, Code kCode, Zeros kZeros, Grouping kGrouping>
 W4A8_INLINE void add_sized_groups(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C],
                                   typename Ops::F (&f)[R][C][Ops::kVecs]) {
@@ -250,6 +289,13 @@ W4A8_INLINE void add_sized_groups(const TileArgs& t, const int8_t* const (&rows)
 template <class Ops, int R, int C, Code kCode, Grouping kGrouping>
 W4A8_INLINE void add_all_groups(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C],
                                 typename Ops::F (&f)[R][C][Ops::kVecs]) {
+  constexpr bool kGroups = kGrouping == Grouping::kScaledLeast || kGrouping == Grouping::kScaledBlocks;
+  if constexpr (R == 1 && may_stream<Ops, R, C>() && kGroups && (kCode == Code::kNibbles || kCode == Code::kSix)) {
+    constexpr int64_t kSteps = is_least(kGrouping) ? kLeastGroupSteps : kBlockSteps;
+    if (t.fetch == nullptr && t.panels->scale_type == ScaleType::kSuper && t.panels->group_steps == kSteps) {
+      return add_super_groups<Ops, kCode, kSteps>(t, rows[0], weights[0], f);
+    }
+  }
   if constexpr (!Ops::kSpareRegisters && may_have_zeros(kCode)) {
     if (t.zeros != nullptr) return add_sized_groups<Ops, R, C, kCode, Zeros::kAll, kGrouping>(t, rows, weights, f);
   }
