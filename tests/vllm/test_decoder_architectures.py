@@ -28,12 +28,20 @@ SEES = {
 }  # fmt: skip
 
 
-def jobs_of(name, folder, **fields):
-    """In one call, and one by one. fields: of the config."""
+# Keys of GGUF files of fields of the config.
+KEYS = {
+    "intermediate_size": "feed_forward_length", "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}  # fmt: skip
+
+
+def jobs_of(name, folder, of_file=False, **fields):
+    """In one call, and one by one. of_file: from a GGUF file; fields: of the config."""
     model = model_of(name, **({"tie_word_embeddings": True} if name == "lfm2" else {}), **fields)
     path, environment = folder / "checkpoint", {}
-    if name in STACKED:  # no int4 format has such experts
-        path, environment = write(name, model, folder, True), DEFAULT_HEAD
+    if of_file or name in STACKED:  # no int4 format has such experts
+        keys = {f"{name}.{KEYS[field]}": size for field, size in fields.items()}
+        path, environment = write(name, model, folder, True, **keys), DEFAULT_HEAD
     else:
         write_int4(model, path)
     # That of Phi-3 is one behind the end of short texts.

@@ -48,6 +48,7 @@ from w4a8.integrations.vllm.pulled import Pulled, PulledConfig, PulledExperts, p
 from w4a8.integrations.vllm.settings import read_arguments, say_int8
 
 FLOATS_AT_ONCE = 1 << 22
+_AND = ", "  # between the names of tensors whose rows alternate in one matrix, as in the name of a weight
 # Names that users may give: the second is registered by a plugin for GPUs.
 _MAY_BE = {"quantization": (None, "gguf"), "load_format": ("auto", "gguf"), "config_format": ("auto", "hf", "gguf")}
 _OTHERS = ("tokenizer", "skip_tokenizer_init", "served_model_name", "mamba_ssm_cache_dtype", "speculative_config")
@@ -101,8 +102,10 @@ class W4A8GGUFConfig(PulledConfig):
         for source in chain(*(found.values() for found in sources)):
             shapes = [linears.file.tensors[name].shape for name in source.tensors]
             is_matrix = source.checkpoint.endswith(".weight") and all(len(shape) == 2 for shape in shapes)
-            if is_matrix and not source.of_experts and linears.joined_order(source.tensors) is None:
-                self.matrices[source.checkpoint.removesuffix(".weight")] = source.tensors
+            if is_matrix and not source.of_experts:
+                is_one = linears.joined_order(source.tensors) is not None
+                names = (_AND.join(source.tensors),) if is_one else source.tensors
+                self.matrices[source.checkpoint.removesuffix(".weight")] = names
         self.keys_are_values = getattr(config_of_file(path), "attention_k_eq_v", False)
         # vLLM's models use either the name in checkpoints or transformers'.
         self.experts = {name: name for name in experts_of(path)}
@@ -137,8 +140,8 @@ class W4A8GGUFConfig(PulledConfig):
         return experts_of(self.path)[name]
 
     def is_float(self, name: str) -> bool:
-        """Whether a tensor is not in blocks."""
-        return linears_of(self.path).file.is_float(name)
+        """Whether a tensor is not in blocks; of several, whether one is not."""
+        return any(map(linears_of(self.path).file.is_float, name.split(_AND)))
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         """As above; says what becomes of activations."""
@@ -149,8 +152,9 @@ class W4A8GGUFConfig(PulledConfig):
 
 
 def weight_of(linears: GGUFLinears, name: str) -> Weight | Floats:
-    """A tensor of two dimensions as a weight."""
-    return linears.floats(name) if linears.file.is_float(name) else linears.weight([name])
+    """A tensor of two dimensions, or several whose rows are those of one matrix, as a weight."""
+    names = name.split(_AND)
+    return linears.floats(name) if linears.file.is_float(names[0]) else linears.weight(names)
 
 
 class W4A8GGUFLoader(BaseModelLoader):
@@ -200,7 +204,7 @@ class _Filled:
         call_each(lambda module: module.w4a8_filler.load(module), packed)
         embeddings = self._fill_embeddings()
         mine |= {params[id(param)] for _, param in embeddings}
-        taken = {name for module in packed for name in module.w4a8_filler.names}
+        taken = {each for module in packed for name in module.w4a8_filler.names for each in name.split(_AND)}
         taken |= {f"{name.removesuffix('.weight')}.bias" for name in taken}
         came = self.model.load_weights(self._others(taken.union(name for name, _ in embeddings)))
         lacking = sorted(set(params.values()) - mine - set(came))
