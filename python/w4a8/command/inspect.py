@@ -37,7 +37,7 @@ from w4a8.command.serve import sizes_of
 from w4a8.core.json_fields import json_field, read_json
 from w4a8.core.words import counted, gigabytes, plural
 from w4a8.formats.float8 import is_mixed
-from w4a8.formats.packed_directory import METHOD, is_packed
+from w4a8.formats.packed_directory import METHOD
 from w4a8.formats.rules import config_in
 
 _FORMATS = {METHOD: "a packed directory", "floats": "floats, rounded while they are loaded"}
@@ -158,9 +158,8 @@ def _gguf(name: str, path: Path) -> tuple[dict[str, Any], list[Layer], int | Non
 def _folder(name: str, path: Path) -> tuple[dict[str, Any], list[Layer], int | None]:
     config = read_json(path / "config.json")
     text = json_field(config, "text_config", dict, "config.json: text_config") or config
-    source = config_in(path)
-    method = "floats" if source is None else str(source.get("quant_method"))
-    packed = is_packed(source)
+    source, method = config_in(path), model_loading.method_of(path) or "floats"
+    packed = method == METHOD
     if packed:
         path = find(name)  # the headers of packed matrices are in the data
     headers = read_headers(path, hub_name(name))

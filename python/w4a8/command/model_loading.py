@@ -19,7 +19,7 @@ from w4a8.command.headers import Header, read_headers
 from w4a8.command.report import UsageError, number
 from w4a8.core.json_fields import json_field, read_json
 from w4a8.formats.float8 import has_float8
-from w4a8.formats.packed_directory import is_packed as is_packed_config
+from w4a8.formats.packed_directory import METHOD
 from w4a8.formats.rules import config_in
 from w4a8.progress import progress_bar
 from w4a8.quantization import QuantizationReport, quantize_
@@ -89,7 +89,7 @@ def import_transformers() -> Any:
 
 
 def method_of(path: Path) -> str | None:
-    """How a model is quantized: ``gguf``, ``w4a8`` (packed) or another tool's method; None: its weights are floats."""
+    """How a model is quantized: ``gguf``, METHOD (packed) or another tool's method; None: its weights are floats."""
     if is_gguf(path):
         return "gguf"
     source = config_in(path)
@@ -102,11 +102,6 @@ def is_rounded(path: Path) -> bool:
         return False
     source = config_in(path)
     return source is None or has_float8(source)
-
-
-def is_packed(path: Path) -> bool:
-    """Whether a path is a directory of packed weights."""
-    return not is_gguf(path) and is_packed_config(config_in(path))
 
 
 def load(
@@ -125,7 +120,8 @@ def load(
         ValueError: the model cannot be loaded, or lacks a weight, whose numbers transformers would make up.
     """
     given = {field: getattr(args, field) for _, field, _ in _ROUNDING if getattr(args, field) is not None}
-    method, packed, activation_group = method_of(path), is_packed(path), args.activation_group
+    method, activation_group = method_of(path), args.activation_group
+    packed = method == METHOD
     useless = [] if is_rounded(path) else [name for name, field, _ in _ROUNDING if field in given]
     useless += ["--calibration"] * (text is not None and method is not None)
     if useless:

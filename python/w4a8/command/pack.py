@@ -27,7 +27,7 @@ from w4a8.command.report import UsageError, add_json, labelled, show
 from w4a8.command.verify import SUMS, write_sums
 from w4a8.core.matrix import matrix_of
 from w4a8.core.words import gigabytes
-from w4a8.formats.packed_directory import STANDS_FOR
+from w4a8.formats.packed_directory import METHOD, STANDS_FOR
 from w4a8.quantization.texts import OWN, PYDOC, text_of
 
 _SHARD = "2GB"  # size of a file: older versions of safetensors copy its tensors while writing
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     if out.is_mount() or out == Path.cwd():
         raise UsageError(f"{args.out} is a mount point or the folder that this runs in: name a directory inside")
     path = find(args.model)
-    if model_loading.is_packed(path):
+    if model_loading.method_of(path) == METHOD:
         raise UsageError(f"{args.model} is packed already: copy the directory")
     others = args.format != "packed"
     if others and not model_loading.is_rounded(path):

@@ -156,7 +156,7 @@ def variables_of(
     """
     variables = {}
     if gib is not None or CACHE not in os.environ:
-        ours = is_gguf(path) or _quantized(path) or _said(rest, "quantization", "", str) == METHOD
+        ours = _quantized(path) or _said(rest, "quantization", "", str) == METHOD
         kind = attention_kind(sizes, rest) if ours else None
         needed = math.ceil(_ROOM * tokens * cache_bytes(sizes, kind) / 2**30)
         variables[CACHE] = str(max(1, needed) if gib is None else gib)
@@ -194,7 +194,7 @@ def _check_ranks(path: Path, sizes: Mapping[str, Any], rest: Sequence[str], cach
         problem = cuts.heads_problem(sizes, tensor) or cuts.down_problem(path, tensor, whole_experts)
     if problem:
         raise ValueError(f"--tensor-parallel-size is {tensor}, but {problem}")
-    if here < 2 or not nodes or not (is_gguf(path) or _quantized(path)) or os.environ.get("W4A8_MEMORY") == "map":
+    if here < 2 or not nodes or not _quantized(path) or os.environ.get("W4A8_MEMORY") == "map":
         return
     files = GGUFFile(path).paths if is_gguf(path) else path.glob("*.safetensors")
     weights = sum(file.stat().st_size for file in files) / tensor / stages
@@ -292,10 +292,10 @@ def _said(rest: Sequence[str], name: str, default: str, read: Callable[[str], An
         raise ValueError(f"--{name} is {value!r}: {error}") from error
 
 
-def _quantized(folder: Path) -> bool:
+def _quantized(path: Path) -> bool:
     """Whether a model is quantized by a method whose layers the plugin runs."""
-    config = config_in(folder)
-    return config is not None and (method_of(config) is not None or is_packed(config))
+    config = None if is_gguf(path) else config_in(path)
+    return is_gguf(path) or (config is not None and (method_of(config) is not None or is_packed(config)))
 
 
 def sizes_of(path: Path) -> dict[str, Any]:
