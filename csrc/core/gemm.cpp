@@ -132,9 +132,10 @@ QuantizedRows QuantizedRows::slice(Slicer& slicer, int64_t rows, const RowShape&
   result.q = slicer.take<int8_t>(rows * result.stride);
   result.starts = slicer.take<int32_t>(rows * result.parts);
   if (shape.scaled()) {
-    result.scales_stride = rows + kPanelColumns;
-    result.scales = slicer.take<float>(result.scales_stride * result.parts);
-    result.shifts = slicer.take<float>(result.scales_stride * result.parts);
+    // From each, 16 can be read (Rows::scales).
+    result.scales_stride = rows < kPanelColumns ? rows : rows + kPanelColumns;
+    result.scales = slicer.take<float>(result.scales_stride * result.parts + kPanelColumns);
+    result.shifts = slicer.take<float>(result.scales_stride * result.parts + kPanelColumns);
   }
   result.offset_count = shape.offsets();
   if (result.offset_count != 0) result.offsets = slicer.take<float>(rows * result.offset_count);

@@ -17,14 +17,14 @@ struct QuantizedRows {
   int32_t* starts = nullptr;  ///< [rows, parts]
   float* scales = nullptr;    ///< [parts, scales_stride]; null unless RowShape::scaled
   float* shifts = nullptr;    ///< as scales
-  int64_t scales_stride = 0;  ///< rows and 16 more, so that scales of the parts do not fall into the same cache sets
+  int64_t scales_stride = 0;  ///< few rows: no more, to take few lines; else 16 more, so that parts share no cache sets
   float* offsets = nullptr;   ///< [rows, RowShape::offsets()]; null if offsets() is 0
   int64_t offset_count = 0;
   int64_t parts = 0;
   RowQuant* quant = nullptr;  ///< [rows]
 
   static QuantizedRows slice(Slicer& slicer, int64_t rows, const RowShape& shape);
-  /// Bytes that slice takes for each row. If RowShape::scaled, slice takes 16 more rows of scales and of shifts.
+  /// Bytes that slice takes for each row. If RowShape::scaled, slice takes up to 16 more rows of scales and of shifts.
   static int64_t row_bytes(const RowShape& shape);
   Rows from(int64_t row) const {
     return {q + row * stride, stride,          starts + row * parts, parts,           quant + row,
