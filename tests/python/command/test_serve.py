@@ -349,7 +349,7 @@ def test_the_way_to_another_machine(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     assert network.towards("127.0.0.1") == network.towards("no host") == network.towards("") == {}
     monkeypatch.setattr(socket.socket, "getsockname", lambda probe: ("10.0.0.2", 1))
-    monkeypatch.setattr(network, "_address", lambda probe, name: "10.0.0.2" if name == "eth1" else None)
+    monkeypatch.setattr(network, "_addresses", lambda probe, name: {"10.0.0.2"} if name == "eth1" else set())
     monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "eth1")])
     assert network.towards("127.0.0.1") == {network.ADDRESS: "10.0.0.2", network.INTERFACE: "eth1"}
     monkeypatch.setenv(network.INTERFACE, "eth0")
@@ -359,10 +359,33 @@ def test_the_way_to_another_machine(monkeypatch):
     assert network.towards("127.0.0.1") == {network.ADDRESS: "10.0.0.2"}
 
 
-def test_an_address_of_an_interface():
+def test_the_way_to_an_address_of_ipv6(monkeypatch, tmp_path):
+    """Which this system need not have."""
+    for name in (network.ADDRESS, network.INTERFACE):
+        monkeypatch.delenv(name, raising=False)
+    asked = []
+
+    class Probe(socket.socket):
+        def connect(self, place):
+            asked.append(self.family)
+            if self.family == socket.AF_INET:
+                raise OSError
+
+        def getsockname(self):
+            return ("fd00::2", 1, 0, 0)
+
+    monkeypatch.setattr(socket, "socket", Probe)
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth1")])
+    (tmp_path / "addresses").write_text(f"{'0' * 31}1 01 80 10 80 lo\nfd{'0' * 29}2 04 40 00 80 eth1\n")
+    monkeypatch.setattr(network, "_ADDRESSES", tmp_path / "addresses")
+    assert network.towards("fd00::1") == {network.ADDRESS: "fd00::2", network.INTERFACE: "eth1"}
+    assert asked == [socket.AF_INET, socket.AF_INET6]
+
+
+def test_addresses_of_an_interface():
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        assert network._address(probe, "lo") == "127.0.0.1"
-        assert network._address(probe, "no such one") is None
+        assert network._addresses(probe, "lo") - {"::1"} == {"127.0.0.1"}
+        assert network._addresses(probe, "no such one") == set()
 
 
 def test_dry_run(tmp_path, started, capsys):

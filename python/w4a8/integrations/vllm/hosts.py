@@ -37,9 +37,11 @@ def watch(nodes: int) -> None:
     place: list[Any] = [None]
     try:
         if group.rank_in_group == 0:
-            with socket.create_server((get_ip(), 0)) as server:
+            address = get_ip()
+            family = socket.AF_INET6 if ":" in address else socket.AF_INET
+            with socket.create_server((address, 0), family=family) as server:
                 server.settimeout(_PATIENCE)
-                place[0] = server.getsockname()
+                place[0] = server.getsockname()[:2]
                 torch.distributed.broadcast_object_list(place, src=group.ranks[0], group=group.cpu_group)
                 for _ in group.ranks[1:]:
                     connection, _ = server.accept()

@@ -6,35 +6,41 @@ import fcntl
 import os
 import socket
 import struct
+from contextlib import suppress
 
 ADDRESS = "VLLM_HOST_IP"  # vLLM's own choice is the default route's
 INTERFACE = "GLOO_SOCKET_IFNAME"  # gloo's is what the machine's name stands for, which is loopback in Debian
-_SIOCGIFADDR = 0x8915  # of Linux: an interface's address
+_SIOCGIFADDR = 0x8915  # of Linux: an interface's IPv4 address
+_ADDRESSES = "/proc/net/if_inet6"  # of IPv6
 
 
 def towards(host: str) -> dict[str, str]:
-    """Variables with this machine's IPv4 address and interface on the way to ``host``, but for those that are set.
+    """Variables with this machine's address and interface on the way to ``host``, but for those that are set.
 
-    What is not known is left out: ``host`` has no such address, or this machine calls itself by loopback's.
+    What is not known is left out: ``host`` has no address, or this machine calls itself by loopback's.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    for family in (socket.AF_INET, socket.AF_INET6):
         try:
-            probe.connect((host, 9))  # sends nothing
-            address = probe.getsockname()[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect((host, 9))  # sends nothing
+                address = probe.getsockname()[0]
+                names = [name for _, name in socket.if_nameindex() if address in _addresses(probe, name)]
         except OSError:
+            continue
+        if address == "::1" or address.startswith("127."):
             return {}
-        names = [name for _, name in socket.if_nameindex() if _address(probe, name) == address]
-    if address.startswith("127."):
-        return {}
-    found = {ADDRESS: address}
-    if names:
-        found[INTERFACE] = names[0]
-    return {name: value for name, value in found.items() if name not in os.environ}
+        found = {ADDRESS: address, INTERFACE: names[0]} if names else {ADDRESS: address}
+        return {name: value for name, value in found.items() if name not in os.environ}
+    return {}
 
 
-def _address(probe: socket.socket, interface: str) -> str | None:
-    try:
-        found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()))
-    except OSError:  # none
-        return None
-    return socket.inet_ntoa(found[20:24])
+def _addresses(probe: socket.socket, interface: str) -> set[str]:
+    found = set()
+    with suppress(OSError):  # none
+        place = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()))
+        found.add(socket.inet_ntoa(place[20:24]))
+    with suppress(OSError), open(_ADDRESSES) as lines:
+        for number, *_, name in map(str.split, lines):
+            if name == interface:
+                found.add(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(number)))
+    return found
