@@ -13,7 +13,6 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 from w4a8.integrations.vllm import linear_attention
-from w4a8.integrations.vllm.configs import W4A8GPTQConfig
 
 NAME, HIDDEN, HEADS, K, SLOTS, GUESSES = "model.layers.0.linear_attn", 64, 4, 64, 16, 2
 LENGTHS = (1, 1, 70, 5)  # two single tokens, a prompt that begins, and one that goes on
@@ -25,7 +24,6 @@ def layer_of(rank, monkeypatch):  # noqa: F811
     """``layer_of(dtype, ...)``: vLLM's layer with random weights and states; a page has more than a state."""
     backend = SimpleNamespace(gdn_prefill_backend="none")  # which asks for the config of a model
     monkeypatch.setattr(qwen_gdn_linear_attn, "ChunkGatedDeltaRule", lambda: backend)
-    linear_attention.register_linear_attention()
 
     def make(dtype=torch.bfloat16, interleaved=False, guesses=0, gate="silu", value_size=K):
         vllm_config = get_current_vllm_config()
@@ -78,12 +76,11 @@ def guesses(lengths=(3, 3), accepted=(1, 3)):
     )  # fmt: skip
 
 
-def attach(layer, quant_config=W4A8GPTQConfig):
+def attach(layer):
     """Lets this package run the layer of a model, which is returned."""
     model = torch.nn.Module()
     model.layer, model.load_weights = layer, lambda weights: None
-    engine = SimpleNamespace(quant_config=quant_config.__new__(quant_config))
-    linear_attention.attach(model, engine, SimpleNamespace(is_hybrid=True))
+    linear_attention.attach(model, None, None)
     return model
 
 
@@ -246,10 +243,8 @@ def test_what_is_left_to_vllm(layer_of, change, reason):
     assert layer._forward_method == stock
 
 
-def test_models_and_settings_that_are_left_to_vllm(layer_of, monkeypatch):
+def test_a_setting_leaves_layers_to_vllm(layer_of, monkeypatch):
     layer = layer_of()
-    attach(layer, SimpleNamespace)
-    assert layer._forward_method == layer.forward_cpu
     monkeypatch.setenv("W4A8_VLLM_ATTENTION", "0")
     attach(layer)
     assert layer._forward_method == layer.forward_cpu

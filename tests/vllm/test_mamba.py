@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadata, comp
 from vllm.v1.attention.backends.short_conv_attn import ShortConvAttentionMetadata
 
 from w4a8.integrations.vllm import mamba
-from w4a8.integrations.vllm.configs import W4A8CompressedTensorsConfig, W4A8GPTQConfig
+from w4a8.integrations.vllm.configs import W4A8CompressedTensorsConfig
 from w4a8.integrations.vllm.gguf import W4A8GGUFConfig
 from w4a8.integrations.vllm.state_projections import register_state_projections
 
@@ -91,11 +91,11 @@ def step(lengths=LENGTHS, had_past=(True, True, False, True), slots=(4, 1, 5, 2)
     return Mamba2AttentionMetadata(**given | others, chunk_size=16, prep_initial_states=any(had_past[decodes:]))
 
 
-def attach(layer, quant_config=W4A8GPTQConfig):
+def attach(layer):
     """Lets this package run the layer of a model, which is returned."""
     model = torch.nn.Module()
     model.layer, model.load_weights = layer, lambda weights: None
-    mamba.attach(model, SimpleNamespace(quant_config=quant_config.__new__(quant_config)), None)
+    mamba.attach(model, None, None)
     return model
 
 
@@ -282,10 +282,8 @@ def test_what_is_left_to_vllm(layer_of, kind, change, reason):
     assert not hasattr(layer, "w4a8_runs_core")
 
 
-def test_models_and_settings_that_are_left_to_vllm(layer_of, monkeypatch):
+def test_a_setting_leaves_layers_to_vllm(layer_of, monkeypatch):
     layer = layer_of("short convolution")
-    attach(layer, SimpleNamespace)
-    assert not hasattr(layer, "w4a8_runs_core")
     monkeypatch.setenv("W4A8_VLLM_ATTENTION", "0")
     attach(layer)
     assert not hasattr(layer, "w4a8_runs_core")

@@ -9,6 +9,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
 from w4a8.cpu import active_kernel
 from w4a8.integrations.vllm import loaded
+from w4a8.integrations.vllm.configs import W4A8GPTQConfig
 from w4a8.integrations.vllm.products import Product
 from w4a8.ops import dyn_quant_pack_4bit_weight
 
@@ -127,3 +128,13 @@ def test_said_once_for_a_model(said):
 def test_what_fails_is_said_and_stops_nothing(said):
     assert BaseModelLoader.load_model(None, 3, None, None) == 3
     assert said == ["w4a8: cannot say what runs here: AttributeError: 'int' object has no attribute 'modules'"]
+
+
+def test_models_that_are_not_quantized_here(said):
+    seen, ours = [], W4A8GPTQConfig.__new__(W4A8GPTQConfig)
+    loaded.after_loading(lambda model, config, _: seen.append(config.quant_config), of_all=False)
+    for config in (None, object(), ours):
+        made = model()  # stands for vLLM's config, too
+        made.quant_config = config
+        BaseModelLoader.load_model(None, made, None)
+    assert seen == [ours] and sum("runs no layer" in line for line in said) == 3

@@ -167,7 +167,7 @@ class Impl(AttentionImpl):
         return blocks_of(kv_cache, self.kind, self.head_size, value_size)
 
 
-def attend_to_chunks(model: torch.nn.Module) -> None:
+def attend_to_chunks(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
     """Makes attention in chunks (Llama 4) usual attention, whose operator sees the chunks.
 
     vLLM cuts a sequence into one for each chunk, with tables of its own. As usual layers they have the pages of all

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.rotary_embedding.mrope import MRotaryEmbedding
 
-from w4a8.integrations.vllm.config import is_ours
-
 
 def attach(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
     """Gives a head of Qwen3.5 one row of positions, if its rotary embedding takes one.
@@ -17,7 +15,7 @@ def attach(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
     Of checkpoints of text alone vLLM 0.32 gives such a head positions on three axes, which are all the same. Its
     operator for CPUs then writes behind the queries (RotaryEmbedding.forward_cpu in base.py).
     """
-    if not is_ours(vllm_config.quant_config) or not type(model).__name__.endswith("MTP"):
+    if not type(model).__name__.endswith("MTP"):
         return
     found = [each.rotary_emb for each in model.modules() if hasattr(each, "rotary_emb")]
     if not found or any(isinstance(each, MRotaryEmbedding) for each in found):

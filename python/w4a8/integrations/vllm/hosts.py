@@ -26,12 +26,12 @@ GRACE = 10  # seconds for vLLM to end a process in its way
 _watched: list[socket.socket] = []
 
 
-def watch(nodes: int) -> None:
+def watch(model: Any, vllm_config: Any, model_config: Any) -> None:
     """Lets this process end, with a line in the log, as soon as that of another rank has. Every rank calls this.
 
     The first rank is connected with all others: they end after it, and it after one of them.
     """
-    if nodes == 1 or _watched:
+    if getattr(vllm_config.parallel_config, "nnodes_within_dp", 1) == 1 or _watched:
         return
     group = get_world_group()
     place: list[Any] = [None]

@@ -6,6 +6,7 @@ norm. It is called by an operator in vLLM's library, into which torch.compile do
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from types import MethodType
 from typing import Any
 
@@ -14,8 +15,7 @@ from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from w4a8.integrations.vllm import settings
-from w4a8.integrations.vllm.config import is_ours
-from w4a8.integrations.vllm.loaded import after_loading, before_loading_again
+from w4a8.integrations.vllm.loaded import before_loading_again
 from w4a8.integrations.vllm.log import logger
 from w4a8.linear_attention import layer_weights
 from w4a8.ops import STATE_SIZES, gated_delta
@@ -24,39 +24,48 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # of a convolution's st
 _OPERATOR = "w4a8_gated_delta"
 
 
-def register_linear_attention() -> None:
-    """Lets layers of loaded models run here; raises as :func:`after_loading`."""
-    if not hasattr(torch.ops.vllm, _OPERATOR):
-        direct_register_custom_op(_OPERATOR, core, fake_impl=_shape)
-    after_loading(attach)
-
-
 def attach(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
     """Replaces the forward of the layers of a loaded model, or logs why not."""
-    if not is_ours(vllm_config.quant_config) or not getattr(model_config, "is_hybrid", False):
-        return
-    try:
-        from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
-        from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention  # noqa: F401
+    run_here(model, ("QwenGatedDeltaNetAttention",), reason_against, _take)
 
-        layers = [layer for layer in model.modules() if isinstance(layer, QwenGatedDeltaNetAttention)]
-        reason = None if settings.attends() else f"{settings.ATTENTION}=0"
+
+def run_here(
+    model: torch.nn.Module,
+    classes: Collection[str],
+    reason_against: Callable[[Any], str | None],
+    take: Callable[[Any], None],
+) -> None:
+    """Lets the layers of a loaded model run here, or logs why not.
+
+    Args:
+        model: of vLLM.
+        classes: names of the layers' classes.
+        reason_against: why a layer is left to vLLM, or None.
+        take: replaces the forward of a layer.
+    """
+    layers = [layer for layer in model.modules() if type(layer).__name__ in classes]
+    if not layers:
+        return
+    reason = None if settings.attends() else f"{settings.ATTENTION}=0"
+    try:
         reason = reason or next(filter(None, map(reason_against, layers)), None)
     except (ImportError, AttributeError) as error:
-        layers, reason = [], f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {error}"
     if reason is not None:
         logger().info("w4a8: linear attention is vLLM's: %s", reason)
-    elif layers:
-        for layer in layers:
-            layer._forward_method = MethodType(forward, layer)
-            layer.w4a8_runs_core = True  # compiled graphs are named after numbers of layers
-            _forget(layer)
-        before_loading_again(model, lambda: [_forget(layer) for layer in layers])
-        logger().info("w4a8: linear attention runs here, in %d layers (%s=0: vLLM's)", len(layers), settings.ATTENTION)
+        return
+    for layer in layers:
+        take(layer)
+        layer.w4a8_runs_core = True  # compiled graphs are named after numbers of layers
+        layer.w4a8_weights = None
+    before_loading_again(model, lambda: [setattr(layer, "w4a8_weights", None) for layer in layers])
+    logger().info("w4a8: linear attention runs here, in %d layers (%s=0: vLLM's)", len(layers), settings.ATTENTION)
 
 
 def reason_against(layer: Any) -> str | None:
     """Why a layer is left to vLLM, or None."""
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention  # noqa: F401 (weights_of calls it)
+
     norm, (of_conv, of_state) = layer.norm, layer.get_state_dtype()[:2]
     if layer._forward_method != layer.forward_cpu or hasattr(layer, "in_proj_qkv"):
         return "layers with another forward"
@@ -71,6 +80,10 @@ def reason_against(layer: Any) -> str | None:
         return "another convolution"
     plain = norm.norm_before_gate and norm.group_size in (None, layer.head_v_dim)
     return None if plain and norm.activation in ("silu", "swish", "sigmoid") else "another norm"
+
+
+def _take(layer: Any) -> None:
+    layer._forward_method = MethodType(forward, layer)
 
 
 def forward(self: Any, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -120,8 +133,8 @@ def _shape(qkv: torch.Tensor, z: torch.Tensor, ba: torch.Tensor, layer_name: str
     return qkv.new_empty(z.shape)
 
 
-def _forget(layer: Any) -> None:
-    layer.w4a8_weights = None
+if not hasattr(torch.ops.vllm, _OPERATOR):
+    direct_register_custom_op(_OPERATOR, core, fake_impl=_shape)
 
 
 def weights_of(layer: Any) -> dict[str, torch.Tensor]:

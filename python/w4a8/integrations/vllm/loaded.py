@@ -20,6 +20,7 @@ from w4a8.core.memory import move_together
 from w4a8.core.words import counted, gigabytes, weights_in_words
 from w4a8.cpu import active_kernel
 from w4a8.integrations.vllm.binding import say_cpus
+from w4a8.integrations.vllm.config import is_ours
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.products import products_of
 from w4a8.ops import PackedHeader, read_header
@@ -28,11 +29,12 @@ from w4a8.ops import PackedHeader, read_header
 _LAYERS = ((RoutedExperts, "layer of experts"), (ParallelLMHead, "output layer"), (LinearBase, "linear layer"))
 
 
-def after_loading(action: Callable[[Any, Any, Any], None]) -> None:
+def after_loading(action: Callable[[Any, Any, Any], None], of_all: bool = True) -> None:
     """Lets vLLM's loaders call ``action(model, vllm_config, model_config)`` after loading a model.
 
     Args:
         action: may change the model; raises nothing.
+        of_all: of each model; False: of those that are quantized here.
 
     Raises:
         RuntimeError: vLLM's loaders are not as expected.
@@ -45,15 +47,14 @@ def after_loading(action: Callable[[Any, Any, Any], None]) -> None:
         @wraps(load_model)
         def wrapped(self: Any, vllm_config: Any, model_config: Any, *args: Any, **kwargs: Any) -> Any:
             model = load_model(self, vllm_config, model_config, *args, **kwargs)
-            for each in wrapped.w4a8:
-                each(model, vllm_config, model_config)
+            for each, of_all in wrapped.w4a8.items():
+                if of_all or is_ours(vllm_config.quant_config):
+                    each(model, vllm_config, model_config)
             return model
 
-        wrapped.w4a8 = []
+        wrapped.w4a8 = {}
         BaseModelLoader.load_model = wrapped
-    actions = BaseModelLoader.load_model.w4a8
-    if action not in actions:
-        actions.append(action)
+    BaseModelLoader.load_model.w4a8[action] = of_all
 
 
 def before_loading_again(model: Any, action: Callable[[], Any]) -> None:

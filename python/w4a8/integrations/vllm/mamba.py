@@ -14,11 +14,7 @@ import torch
 from vllm.forward_context import get_forward_context
 
 from w4a8 import ops
-from w4a8.integrations.vllm import settings
-from w4a8.integrations.vllm.config import is_ours
-from w4a8.integrations.vllm.linear_attention import FLOATS, conv_state_of, drafts_of, fresh_sequences
-from w4a8.integrations.vllm.loaded import before_loading_again
-from w4a8.integrations.vllm.log import logger
+from w4a8.integrations.vllm.linear_attention import FLOATS, conv_state_of, drafts_of, fresh_sequences, run_here
 from w4a8.linear_attention import conv_rows
 
 _CHECKPOINTS = {"num_prefill_checkpoint_blocks": 0, "prefill_checkpoint_alignment": None}
@@ -26,21 +22,7 @@ _CHECKPOINTS = {"num_prefill_checkpoint_blocks": 0, "prefill_checkpoint_alignmen
 
 def attach(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
     """Replaces what the layers of a loaded model do between their projections, or logs why not."""
-    layers = [layer for layer in model.modules() if type(layer).__name__ in _METHODS]
-    if not layers or not is_ours(vllm_config.quant_config):
-        return
-    reason = None if settings.attends() else f"{settings.ATTENTION}=0"
-    try:
-        reason = reason or next(filter(None, map(reason_against, layers)), None)
-    except AttributeError as error:
-        reason = f"{type(error).__name__}: {error}"
-    if reason is not None:
-        logger().info("w4a8: linear attention is vLLM's: %s", reason)
-        return
-    for layer in layers:
-        _take(layer)
-    before_loading_again(model, lambda: [_forget(layer) for layer in layers])
-    logger().info("w4a8: linear attention runs here, in %d layers (%s=0: vLLM's)", len(layers), settings.ATTENTION)
+    run_here(model, _METHODS, reason_against, _take)
 
 
 def reason_against(layer: Any) -> str | None:
@@ -74,16 +56,10 @@ def _take(layer: Any) -> None:
     """Lets a layer run here."""
     name, core = _METHODS[type(layer).__name__]
     setattr(layer, name, MethodType(core, layer))
-    layer.w4a8_runs_core = True  # compiled graphs are named after numbers of layers
-    _forget(layer)
     if type(layer).__name__ == "MambaMixer2":
         if not _norms_over_ranks(layer):
             layer.norm._forward_method = _normed
         layer.get_kv_cache_spec = MethodType(_kv_cache_spec, layer)
-
-
-def _forget(layer: Any) -> None:
-    layer.w4a8_weights = None
 
 
 def _normed(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:

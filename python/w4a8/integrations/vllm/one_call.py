@@ -17,8 +17,7 @@ from vllm.sequence import IntermediateTensors
 
 from w4a8.core.product_factors import product_factors
 from w4a8.decoder import Decoder, StepThreads
-from w4a8.integrations.vllm import attention, hosts, ranks, settings
-from w4a8.integrations.vllm.config import is_ours
+from w4a8.integrations.vllm import ranks, settings
 from w4a8.integrations.vllm.decoder_layers import (
     Norms,
     Ropes,
@@ -40,11 +39,6 @@ _DRAFTS = ("ngram", "ngram_gpu", "suffix", "draft_model", "mtp")
 
 def attach(model: torch.nn.Module, vllm_config: Any, model_config: Any) -> None:
     """Replaces the forward of the layers of a loaded model (also a draft model), or logs why not."""
-    if not is_ours(vllm_config.quant_config):
-        return
-    attention.attend_to_chunks(model)
-    hosts.watch(getattr(vllm_config.parallel_config, "nnodes_within_dp", 1))
-    ranks.share_sums()
     layers, reason = None, reason_against(vllm_config, model_config)
     try:
         if reason is None:

@@ -19,17 +19,22 @@ PARTS = (
     ("cut projections of Mamba-2", "state_projections", "register_state_projections"),
     ("compute attention", "attention", "register_attention"),
     ("compute latent attention", "latent_attention", "register_latent_attention"),
-    ("compute linear attention", "linear_attention", "register_linear_attention"),
     ("let replicas compute alone", "replicas", "register_replicas"),
     ("read settings of additional_config", "settings", "read_arguments"),
 )
-# The same, of functions for `after_loading`, in their order for each model.
+# The same, of functions for `after_loading`, in their order for each model, and for each that is quantized here.
 ACTIONS = (
-    ("compute Mamba-2 and short convolutions", "mamba", "attach"),
-    ("give heads for further tokens their positions", "draft_heads", "attach"),
     ("say what runs in a loaded model", "loaded", "say_what_is_loaded"),
     ("move small matrices together", "loaded", "move_weights_together"),
     ("give LoRA a stand-in for packed weights", "loaded", "give_stand_ins"),
+)
+OUR_ACTIONS = (
+    ("compute linear attention", "linear_attention", "attach"),
+    ("compute Mamba-2 and short convolutions", "mamba", "attach"),
+    ("give heads for further tokens their positions", "draft_heads", "attach"),
+    ("attend to chunks", "attention", "attend_to_chunks"),
+    ("watch ranks of other machines", "hosts", "watch"),
+    ("share the sums of ranks", "ranks", "share_sums"),
     ("run all layers in one call", "one_call", "attach"),
 )
 
@@ -86,17 +91,18 @@ def _activate() -> None:
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
             log.warning("w4a8: leaves %s to vLLM, which is not as expected: %s", names[0], reason)
-    for what, module, function in PARTS + ACTIONS:
+    for row in PARTS + ACTIONS + OUR_ACTIONS:
+        what, module, function = row
         if module == "gguf" and not settings.runs_w4a16():  # GGUF files are weight-only
             continue
         if module == "latent_attention" and find_spec("vllm.v1.attention.backends.mla.cpu_mla") is None:
             continue  # this vLLM has no latent attention on CPUs
         try:
             found = getattr(import_module(f"w4a8.integrations.vllm.{module}"), function)
-            if (what, module, function) in ACTIONS:
-                import_module("w4a8.integrations.vllm.loaded").after_loading(found)
-            else:
+            if row in PARTS:
                 found()
+            else:
+                import_module("w4a8.integrations.vllm.loaded").after_loading(found, row in ACTIONS)
         except Exception as error:
             log.warning("w4a8: cannot %s here: %s: %s", what, type(error).__name__, error)
 

@@ -100,7 +100,7 @@ class SharedSums:
             place.copy_(part)
 
 
-def share_sums() -> None:
+def share_sums(model: Any, vllm_config: Any, model_config: Any) -> None:
     """Lets vLLM's sums and gathers of tensors go through shared memory, where they would go over TCP on one machine.
 
     Every rank calls this, at the same place between sums.
