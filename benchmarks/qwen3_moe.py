@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 SCHEMES = ("w4a8", "w4a16", "bfloat16")
 BYTES = {"BF16": 2, "F32": 4, "I32": 4, "I64": 8}
@@ -76,17 +76,6 @@ class Shapes:
     experts: int = 128
     top_k: int = 8
     positions: int = 40960
-
-    architecture: ClassVar[str] = "qwen3moe"  # of a GGUF file
-
-    @property
-    def blocks(self) -> int:
-        """Layers of a GGUF file, with those behind the last that guess further tokens (MTP)."""
-        return self.layers
-
-    def keys(self) -> dict[str, Any]:
-        """More keys of a GGUF file, without the architecture."""
-        return {}
 
     def __post_init__(self) -> None:
         if self.scheme not in SCHEMES:

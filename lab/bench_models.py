@@ -13,8 +13,7 @@ from peers.environments import Unavailable
 from peers.options import chosen, names
 from peers.report import Collected, goals_table
 from peers.session import Failed, Worker
-from qwen3_moe import Shapes
-from real_size.qwen35 import HybridShapes
+from real_size.architectures import MODELS
 from real_size.write import NotEnoughSpace, write
 
 ENTRIES = [*in_vllm.ENTRIES, *in_llama.ENTRIES]
@@ -26,8 +25,8 @@ def numbers(text: str) -> list[int]:
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layers", type=int, default=4, help="of 48 (default: 4, and so much of the vocabulary)")
-    parser.add_argument("--hybrid", action="store_true", help="Qwen3.5-35B-A3B, of 40 layers, from one GGUF file")
+    parser.add_argument("--model", choices=MODELS, default="qwen3moe", help="the others are hybrids, of one GGUF file")
+    parser.add_argument("--layers", type=int, default=4, help="the first (default: 4, and so much of the vocabulary)")
     parser.add_argument("--folder", type=Path, help="of the models (default: build/models/LAYERS-layers)")
     parser.add_argument("--ways", type=names, default=[], help="parts of names, e.g. w4a8,llama (default: all)")
     parser.add_argument("--rounds", type=int, default=3, help="each starts every way once (default: 3)")
@@ -38,9 +37,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--prompts", type=numbers, default=[512, 2048], help="lengths read (default: 512,2048)")
     parser.add_argument("--behind", type=numbers, default=[], help="lengths in front of an answer, e.g. 4096,16384")
     parser.add_argument("--no-serve", action="store_true", help="leave out the served load")
-    parser.add_argument("--output", help="name of the files in lab/results (default: models-LAYERS)")
+    parser.add_argument("--output", help="name of the files in lab/results (default: models-LAYERS, with the model)")
     found = parser.parse_args()
-    kind = "hybrid-" if found.hybrid else ""
+    kind = "" if found.model == "qwen3moe" else f"{found.model}-"
     found.folder = found.folder or ROOT / f"build/models/{kind}{found.layers}-layers"
     found.output = found.output or f"models-{kind}{found.layers}"
     return found
@@ -85,18 +84,30 @@ def run_once(entry: type[base.Model], record: dict, args: argparse.Namespace, ve
             worker.close()
 
 
+def draw(collected: Collected, checkpoint: bool) -> None:
+    """The pictures of a run; of hybrids one of all their runs. Prints their names, or None for lack of rates."""
+    path, records, versions = collected.path, collected.records, collected.versions
+    print(report.plot(records, path.with_suffix(".png"), versions))
+    runs, name = {report.title_of(records): records}, f"{path.stem}-one-file.png"
+    if not checkpoint:
+        runs, name = report.saved_hybrids(collected.json.parent), "models-hybrids.png"
+    print(report.picture(runs, path.with_name(name), versions))
+    print(report.prompts_picture(records, path.with_name(f"{path.stem}-prompts.png"), versions))
+
+
 def main() -> None:
     args = options()
     # Prompt and answer of the longest question, or of eight short ones that share a cache.
     longest = max([2048, *args.prompts, *args.behind]) + 256
     os.environ[base.POSITIONS_VARIABLE] = str(longest)
-    shapes = (HybridShapes if args.hybrid else Shapes).cut(args.layers)
+    shapes = MODELS[args.model].cut(args.layers)
     entries = [entry for entry in ENTRIES if chosen(entry.name, args.ways)]
-    if args.hybrid:
+    if not shapes.checkpoint:
         entries = [entry for entry in entries if entry.format == "gguf-q4_k_m"]
     records = {
         entry: {
             "entry": entry.name,
+            "architecture": args.model,
             **asdict(shapes),
             "threads": args.threads,
             "note": entry.refuses(args.layers, args.memory),
@@ -127,12 +138,11 @@ def main() -> None:
             except Failed as failure:
                 records[entry]["note"] = str(failure)
     print(report.tables(collected.records))
-    reached = report.goals(collected.records, args.layers, args.threads)
+    reached = report.goals(collected.records)
     print(goals_table(reached))
     path = collected.save(goals=reached)
-    print(f"\n{path}\n{report.plot(collected.records, path.with_suffix('.png'), collected.versions)}")
-    print(report.picture(collected.records, path.with_name(f"{path.stem}-one-file.png"), collected.versions))
-    print(report.prompts_picture(collected.records, path.with_name(f"{path.stem}-prompts.png"), collected.versions))
+    print(f"\n{path}")
+    draw(collected, shapes.checkpoint)
 
 
 if __name__ == "__main__":

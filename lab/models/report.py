@@ -1,5 +1,6 @@
 """Tables, goals and a plot of records: a flat dictionary per way."""
 
+import json
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -7,10 +8,11 @@ from typing import Any
 from peers.goals import FIGURES, Line, goal_line
 from peers.plots import COLORS, pyplot, save
 from peers.report import command_lines, goal_lines, heading
-from qwen3_moe import Shapes
+from real_size.architectures import MODELS
 
 OWN, INT4_HEAD, LLAMA = "vLLM, w4a8", "vLLM, w4a8, int4 lm_head", "llama.cpp, Q4_0"
 OWN_GGUF, LLAMA_GGUF = "vLLM, GGUF Q4_K_M", "llama.cpp, Q4_K_M"  # one file
+IK_GGUF = "ik_llama.cpp (AVX2), Q4_K_M"
 OWN_Q4_0 = "vLLM, GGUF Q4_0"  # the file of LLAMA
 DECODE_BATCHES = (1, 8)
 
@@ -76,16 +78,24 @@ def tables(records: list[dict]) -> str:
     return "\n".join([*lines, "", *notes] if notes else lines)
 
 
-def goals(records: list[dict], layers: int, threads: int) -> list[dict]:
+def title_of(records: list[dict]) -> str:
+    """Whose shapes the model of a run has, and how many of its layers."""
+    whole = MODELS[records[0]["architecture"]]
+    return f"{whole.model}, {records[0]['layers']} of {whole.layers} layers"
+
+
+def goals(records: list[dict]) -> list[dict]:
     """Against llama.cpp, and the peak of loading against what is loaded."""
+    whole, layers = MODELS[records[0]["architecture"]], records[0]["layers"]
+    one_file = "times as fast as llama.cpp on one file" + ("" if whole.checkpoint else ", hybrids")
     by_name = {record["entry"]: record for record in records}
     figures = FIGURES["models"]
     lines: list[Line] = []
     for name, beside, row in (
         (OWN, LLAMA, "times as fast as llama.cpp"),
         (INT4_HEAD, LLAMA, "times as fast as llama.cpp"),
-        (OWN_GGUF, LLAMA_GGUF, "times as fast as llama.cpp on one file"),
-        (OWN_Q4_0, LLAMA, "times as fast as llama.cpp on one file"),
+        (OWN_GGUF, LLAMA_GGUF, one_file),
+        (OWN_Q4_0, LLAMA, one_file),
     ):
         record, llama = by_name.get(name), by_name.get(beside)
         for title, goal in figures[row].items():
@@ -97,14 +107,13 @@ def goals(records: list[dict], layers: int, threads: int) -> list[dict]:
         if record and record.get("weights_bytes"):
             allowed = most["times the weights"] * record["weights_bytes"] + most["and bytes"]
             lines.append((f"{name}: allowed / peak while loading", "", 1.0, allowed / record["weights_peak"]))
-    title = f"{layers} layers" if layers == Shapes.layers else f"{layers} layers (the goals are for {Shapes.layers})"
-    return [goal_line(title, threads, line) for line in lines]
+    title = f"{layers} layers" if layers == whole.layers else f"{layers} layers (the goals are for {whole.layers})"
+    return [goal_line(title, records[0]["threads"], line) for line in lines]
 
 
 def document(found: dict) -> str:
     """Markdown of a JSON file that bench_models.py wrote."""
-    layers = found["records"][0]["layers"]
-    title = f"A model with the shapes of Qwen3-30B-A3B, {layers} of {Shapes.layers} layers"
+    title = f"A model with the shapes of {title_of(found['records'])}"
     lines = [*heading(found, title, "bench-models", "bench_modelspy"), *command_lines(found)]
     lines += ["", "Medians; in brackets from the least to the most.", tables(found["records"]), *goal_lines(found)]
     return "\n".join(lines) + "\n"
@@ -138,24 +147,45 @@ QUESTIONS = {
 }
 
 
-def picture(records: list[dict], path: Path, versions: dict[str, str]) -> Path | None:
-    """One file in both programs: a pair of bars per question, with the times that the one is as fast as the other."""
+PROGRAMS = {LLAMA_GGUF: "llama.cpp", IK_GGUF: "ik_llama.cpp", OWN_GGUF: "w4a8"}  # of one file
+
+
+def saved_hybrids(folder: Path) -> dict[str, list[dict]]:
+    """Records of the newest run of each hybrid, of the JSON files of a folder, by title."""
+    found = {}
+    for path in sorted(folder.glob("models-*.json"), key=lambda path: path.stat().st_mtime):
+        records = json.loads(path.read_text())["records"]
+        found[records[0].get("architecture")] = records
+    hybrids = [found[name] for name, whole in MODELS.items() if name in found and not whole.checkpoint]
+    return {title_of(records): records for records in hybrids}
+
+
+def picture(runs: dict[str, list[dict]], path: Path, versions: dict[str, str]) -> Path | None:
+    """One file in several programs: a row of panels per model, a panel per question, a bar per program."""
     plt = pyplot()
-    by_name = {record["entry"]: record for record in records}
-    ours, theirs = by_name.get(OWN_GGUF), by_name.get(LLAMA_GGUF)
-    if plt is None or not (ours and theirs and ours["rates"] and theirs["rates"]):
+    by_name = {title: {record["entry"]: record for record in records} for title, records in runs.items()}
+    rows = {
+        title: {word: found[name] for name, word in PROGRAMS.items() if name in found and found[name]["rates"]}
+        for title, found in by_name.items()
+    }
+    rows = {title: found for title, found in rows.items() if "w4a8" in found and len(found) > 1}
+    if plt is None or not rows:
         return None
-    figure, panels = plt.subplots(1, len(QUESTIONS), figsize=(2.4 * len(QUESTIONS), 2.8), squeeze=False)
-    for axes, (title, words) in zip(panels[0], QUESTIONS.items()):
-        rates = [rate(theirs, title) or 0, rate(ours, title) or 0]
-        bars = axes.bar(["llama.cpp", "w4a8"], rates, color=["lightgray", COLORS[0]])
-        axes.bar_label(bars, [f"{value:.3g}" for value in rates])
-        times = f"\n{rates[1] / rates[0]:.1f} times as fast" if rates[0] else ""
-        axes.set_title(words + times, fontsize=9)
-        axes.set_ylim(0, 1.15 * max(rates))
-        axes.spines[["top", "right"]].set_visible(False)
-    panels[0][0].set_ylabel("tokens per second")
-    return save(plt, figure, path, [ours, theirs], versions)
+    size = (2.4 * len(QUESTIONS), 2.8 * len(rows))
+    figure, panels = plt.subplots(len(rows), len(QUESTIONS), figsize=size, squeeze=False)
+    for line, (title, found) in zip(panels, rows.items()):
+        for axes, (question, words) in zip(line, QUESTIONS.items()):
+            rates = {name: rate(record, question) or 0 for name, record in found.items()}
+            bars = axes.bar(rates.keys(), rates.values(), color=["lightgray"] * (len(rates) - 1) + [COLORS[0]])
+            axes.bar_label(bars, [f"{value:.3g}" for value in rates.values()])
+            beside, theirs = next(iter(rates.items()))
+            times = f"\n{rates['w4a8'] / theirs:.2g} times {beside}" if theirs else ""
+            axes.set_title(words + times, fontsize=9)
+            axes.set_ylim(0, 1.15 * max(rates.values()))
+            axes.tick_params("x", labelsize=8)
+            axes.spines[["top", "right"]].set_visible(False)
+        line[0].set_ylabel(f"{title}\ntokens per second", fontsize=8)
+    return save(plt, figure, path, [record for found in rows.values() for record in found.values()], versions)
 
 
 def prompts_picture(records: list[dict], path: Path, versions: dict[str, str]) -> Path | None:

@@ -1,4 +1,4 @@
-"""A GGUF file of the model: keys, names and shapes as llama.cpp's converter writes them for Qwen3-MoE."""
+"""A GGUF file of the model: keys, names and shapes as llama.cpp's converter writes them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,23 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
-from qwen3_moe import Shapes
 
-from real_size.qwen35 import HybridShapes
+from real_size.gguf_shapes import GGUFShapes
 
 SUPERBLOCK = 256  # values of a block of a K-quant
 # Weights and bytes of a block.
-BLOCKS = {"F32": (1, 4), "Q4_0": (32, 18), "Q4_K": (SUPERBLOCK, 144), "Q6_K": (SUPERBLOCK, 210)}
+BLOCKS = {
+    "F32": (1, 4),
+    "Q4_0": (32, 18),
+    "Q5_0": (32, 22),
+    "Q8_0": (32, 34),
+    "Q4_K": (SUPERBLOCK, 144),
+    "Q6_K": (SUPERBLOCK, 210),
+}
+_FLOATS = ("_norm.weight", "gate_inp", "conv1d", "shortconv.conv")
 
 
 @dataclass(frozen=True)
@@ -24,20 +31,18 @@ class Part:
 
     Attributes:
         name: in the file.
-        module: in the checkpoint; of a stack of experts with {} for the expert.
         shape: in values, rows first.
         layer: or None.
     """
 
     name: str
-    module: str
     shape: tuple[int, ...]
     layer: int | None = None
 
     @property
     def is_float(self) -> bool:
-        """Norms, routers and convolutions."""
-        return len(self.shape) == 1 or "gate_inp" in self.name or "conv1d" in self.name
+        """Norms, routers, convolutions and numbers of heads."""
+        return len(self.shape) == 1 or self.shape[-1] == 1 or any(each in self.name for each in _FLOATS)
 
 
 class Source(Protocol):
@@ -50,46 +55,34 @@ class Source(Protocol):
         """float32 of the shape, or uint8 with the blocks of a row along the last axis."""
 
 
-def parts(shapes: Shapes) -> Iterator[Part]:
-    """All tensors in the order of the model."""
-    table = (shapes.vocabulary, shapes.hidden)
-    yield Part("token_embd.weight", "model.embed_tokens", table)
+def parts(shapes: GGUFShapes) -> Iterator[Part]:
+    """All tensors."""
+    for name, shape in shapes.sized(shapes.outer):
+        yield Part(name, shape)
     for layer in range(shapes.blocks):
-        yield from (_layer if shapes.architecture == "qwen3moe" else _hybrid_layer)(shapes, layer)
-    yield Part("output_norm.weight", "model.norm", (shapes.hidden,))
-    yield Part("output.weight", "lm_head", table)
+        for name, shape in shapes.layer_parts(layer):
+            yield Part(f"blk.{layer}.{name}", shape, layer)
 
 
-def _layer(s: Shapes, layer: int) -> Iterator[Part]:
-    wide, narrow = s.heads * s.head_dim, s.kv_heads * s.head_dim
-    for name, module, shape in (
-        ("attn_norm", "input_layernorm", (s.hidden,)),
-        ("ffn_norm", "post_attention_layernorm", (s.hidden,)),
-        ("attn_q_norm", "self_attn.q_norm", (s.head_dim,)),
-        ("attn_k_norm", "self_attn.k_norm", (s.head_dim,)),
-        ("attn_q", "self_attn.q_proj", (wide, s.hidden)),
-        ("attn_k", "self_attn.k_proj", (narrow, s.hidden)),
-        ("attn_v", "self_attn.v_proj", (narrow, s.hidden)),
-        ("attn_output", "self_attn.o_proj", (s.hidden, wide)),
-    ):
-        yield Part(f"blk.{layer}.{name}.weight", f"model.layers.{layer}.{module}", shape, layer)
-    yield from _experts(s, layer)
-
-
-def _experts(s: Shapes, layer: int) -> Iterator[Part]:
-    for name, module, shape in (
-        ("ffn_gate_inp", "mlp.gate", (s.experts, s.hidden)),
-        ("ffn_gate_exps", "mlp.experts.{}.gate_proj", (s.experts, s.intermediate, s.hidden)),
-        ("ffn_up_exps", "mlp.experts.{}.up_proj", (s.experts, s.intermediate, s.hidden)),
-        ("ffn_down_exps", "mlp.experts.{}.down_proj", (s.experts, s.hidden, s.intermediate)),
-    ):
-        yield Part(f"blk.{layer}.{name}.weight", f"model.layers.{layer}.{module}", shape, layer)
-
-
-def _hybrid_layer(s: HybridShapes, layer: int) -> Iterator[Part]:
-    for name, shape in s.layer_parts(layer):
-        yield Part(f"blk.{layer}.{name}", "", shape, layer)
-    yield from _experts(s, layer)
+def keys(shapes: GGUFShapes) -> dict[str, Any]:
+    """Keys of the file, without the architecture."""
+    return {
+        "context_length": shapes.positions,
+        "block_count": shapes.blocks,
+        "embedding_length": shapes.hidden,
+        "feed_forward_length": 8 * shapes.intermediate,
+        "attention.head_count": shapes.heads,
+        "attention.head_count_kv": shapes.kv_heads,
+        "attention.key_length": shapes.head_dim,
+        "attention.value_length": shapes.head_dim,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "rope.freq_base": 1000000.0,
+        "expert_count": shapes.experts,
+        "expert_used_count": shapes.top_k,
+        "expert_feed_forward_length": shapes.intermediate,
+        "vocab_size": shapes.vocabulary,
+        **shapes.keys(),
+    }
 
 
 def _type(part: Part, source: Source) -> str:
@@ -103,12 +96,12 @@ def _bytes_shape(part: Part, kind: str) -> tuple[int, ...]:
     return *part.shape[:-1], part.shape[-1] // weights * size
 
 
-def nbytes(shapes: Shapes, source: Source) -> int:
+def nbytes(shapes: GGUFShapes, source: Source) -> int:
     """About how large the file is: its tensors, and room for keys and names."""
     return (64 << 10) + sum(math.prod(_bytes_shape(part, _type(part, source))) for part in parts(shapes))
 
 
-def write(shapes: Shapes, source: Source, file_type: str, path: Path, wrote: Callable[[int], None]) -> None:
+def write(shapes: GGUFShapes, source: Source, file_type: str, path: Path, wrote: Callable[[int], None]) -> None:
     """Writes the file; calls wrote(bytes) after each tensor. At most one tensor is in memory.
 
     Args:
@@ -126,23 +119,9 @@ def write(shapes: Shapes, source: Source, file_type: str, path: Path, wrote: Cal
     part_path = path.with_suffix(".part")
     writer = gguf.GGUFWriter(part_path, shapes.architecture)
     writer.add_name(f"random {shapes.architecture}, {shapes.layers} layers")
-    writer.add_context_length(shapes.positions)
-    writer.add_block_count(shapes.blocks)
-    writer.add_embedding_length(shapes.hidden)
-    writer.add_feed_forward_length(8 * shapes.intermediate)
-    writer.add_head_count(shapes.heads)
-    writer.add_head_count_kv(shapes.kv_heads)
-    writer.add_key_length(shapes.head_dim)
-    writer.add_value_length(shapes.head_dim)
-    writer.add_rope_freq_base(1000000.0)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_expert_count(shapes.experts)
-    writer.add_expert_used_count(shapes.top_k)
-    writer.add_expert_feed_forward_length(shapes.intermediate)
-    writer.add_vocab_size(shapes.vocabulary)
-    for key, value in shapes.keys().items():
-        name = f"{shapes.architecture}.{key}"
-        writer.add_array(name, value) if isinstance(value, list) else writer.add_uint32(name, value)
+    add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array}
+    for key, value in keys(shapes).items():
+        add[type(value)](f"{shapes.architecture}.{key}", value)
     writer.add_tokenizer_model("none")  # token ids only
     writer.add_file_type(gguf.LlamaFileType[file_type])
     found = list(parts(shapes))

@@ -13,12 +13,28 @@ from typing import Any
 
 import numpy as np
 from peers.problem import from_bfloat16
-from qwen3_moe import Shapes
 
 from real_size.files import Reader
 from real_size.gguf_file import BLOCKS, SUPERBLOCK, Part
+from real_size.gguf_shapes import GGUFShapes
 from real_size.values import MOST_VALUES
 
+# Modules of the checkpoint, by the tensor of the file; {} is the expert.
+OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+MODULES = {
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
 (BLOCK, Q4_0_BYTES), Q6_K_BYTES = BLOCKS["Q4_0"], BLOCKS["Q6_K"][1]
 
 
@@ -73,10 +89,16 @@ def q6_k(values: np.ndarray) -> np.ndarray:
     return out.reshape(rows, -1)
 
 
+def module_of(part: Part) -> str:
+    """The module of the checkpoint that has a tensor of the file."""
+    leaf = part.name.removesuffix(".weight").split(".")[-1]
+    return OUTER[leaf] if part.layer is None else f"model.layers.{part.layer}.{MODULES[leaf]}"
+
+
 class FromCheckpoint:
     """The data of a tensor, made of the checkpoint."""
 
-    def __init__(self, shapes: Shapes, checkpoint: Path) -> None:
+    def __init__(self, shapes: GGUFShapes, checkpoint: Path) -> None:
         self.shapes, self.checkpoint = shapes, checkpoint
 
     @cached_property
@@ -86,19 +108,18 @@ class FromCheckpoint:
 
     def type_of(self, part: Part) -> str:
         """The type of a tensor that is not float32."""
-        return "Q6_K" if part.module == "lm_head" else "Q4_0"
+        return "Q6_K" if part.name == "output.weight" else "Q4_0"
 
     def data(self, part: Part) -> np.ndarray:
         """float32, or uint8 blocks, rows first."""
+        module = module_of(part)
         if part.is_float:
-            return from_bfloat16(self.reader.get(f"{part.module}.weight"))
-        if part.module == "lm_head":
-            return self._rows(part.module, q6_k)
-        if part.module == "model.embed_tokens":
-            return self._rows(part.module, self._rounded)
+            return from_bfloat16(self.reader.get(f"{module}.weight"))
+        if part.layer is None:
+            return self._rows(module, q6_k if self.type_of(part) == "Q6_K" else self._rounded)
         if len(part.shape) == 2:
-            return self._quantized(part.module)
-        return np.stack([self._quantized(part.module.format(e)) for e in range(self.shapes.experts)])
+            return self._quantized(module)
+        return np.stack([self._quantized(module.format(e)) for e in range(self.shapes.experts)])
 
     def _quantized(self, module: str) -> np.ndarray:
         scales = from_bfloat16(self.reader.get(f"{module}.weight_scale"))

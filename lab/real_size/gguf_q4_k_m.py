@@ -1,7 +1,8 @@
 """The Q4_K_M file: random blocks of the types that llama.cpp chooses for that mix (src/llama-quant.cpp).
 
-Values and downs of about half of the layers are Q6_K, and so is the output layer; the rest is Q4_K. Every bit that a
-real file uses is random. A scale of Q4_K is 7.5 steps below its minimum, so that the weights of a group have no mean.
+Values and downs of about half of the layers are Q6_K, and so is the output layer; the rest is Q4_K. Rows that are not
+whole blocks of these are Q8_0 and Q5_0. Every bit that a real file uses is random. A scale of Q4_K is 7.5 steps below
+its minimum, so that the weights of a group have no mean.
 """
 
 from __future__ import annotations
@@ -9,13 +10,16 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from qwen3_moe import Shapes
 
-from real_size.gguf_file import SUPERBLOCK, Part
-from real_size.values import generator
+from real_size.gguf_file import BLOCKS, Part
+from real_size.gguf_shapes import GGUFShapes
+from real_size.values import MOST_VALUES, generator
 
+FALLBACK = {"Q4_K": "Q5_0", "Q6_K": "Q8_0"}
 # Root mean squares of a code beside its middle, times its integer scale.
 _Q4_K_SIZE = math.sqrt((16**2 - 1) / 12) * math.sqrt(np.mean(np.arange(64.0) ** 2))
+_Q5_0_SIZE = math.sqrt((32**2 - 1) / 12 + 0.25)
+_Q8_0_SIZE = math.sqrt(np.mean(np.arange(-127.0, 128) ** 2))
 _Q6_K_SIZE = math.sqrt((64**2 - 1) / 12 + 0.25) * math.sqrt(np.mean(np.arange(-127.0, 128) ** 2))
 
 
@@ -54,18 +58,41 @@ def q6_k(name: str, blocks: int, size: float) -> np.ndarray:
     return out
 
 
+def q5_0(name: str, blocks: int, size: float) -> np.ndarray:
+    """uint8 [blocks, 22]: d, the upper bits (4 bytes), low nibbles (16). Arguments as of q4_k."""
+    return _of_one_scale(name, (blocks, 22), size / _Q5_0_SIZE, 0, np.uint8)
+
+
+def q8_0(name: str, blocks: int, size: float) -> np.ndarray:
+    """uint8 [blocks, 34]: d, 32 int8 codes. Arguments as of q4_k."""
+    return _of_one_scale(name, (blocks, 34), size / _Q8_0_SIZE, -127, np.int8)
+
+
+def _of_one_scale(name: str, shape: tuple[int, int], step: float, least: int, dtype: type) -> np.ndarray:
+    """d, and random codes from `least` on, a part at a time."""
+    random = generator(name)
+    out = np.empty(shape, np.uint8)
+    out[:, :2] = _float16(2.0 ** round(math.log2(step)), shape[0])
+    for part in np.array_split(out[:, 2:], -(-out.size // MOST_VALUES)):
+        part[:] = random.integers(least, np.iinfo(dtype).max, part.shape, dtype, endpoint=True).view(np.uint8)
+    return out
+
+
+MAKE = {"Q4_K": q4_k, "Q6_K": q6_k, "Q5_0": q5_0, "Q8_0": q8_0}
+
+
 class RandomBlocks:
     """The data of a tensor, random. Matrices keep the size of what they multiply (values.py)."""
 
-    def __init__(self, shapes: Shapes) -> None:
+    def __init__(self, shapes: GGUFShapes) -> None:
         self.layers = shapes.layers
+        self.output = next(name for name in ("output.weight", "token_embd.weight") if name in shapes.outer)
 
     def type_of(self, part: Part) -> str:
         """The type of a tensor that is not float32."""
-        if part.module == "lm_head":
-            return "Q6_K"
-        more = part.name.endswith(("attn_v.weight", "ffn_down_exps.weight")) and self._more_bits(part.layer)
-        return "Q6_K" if more else "Q4_K"
+        more = "attn_v." in part.name or "ffn_down" in part.name
+        kind = "Q6_K" if part.name == self.output or (more and self._more_bits(part.layer)) else "Q4_K"
+        return FALLBACK[kind] if part.shape[-1] % BLOCKS[kind][0] else kind
 
     def _more_bits(self, layer: int) -> bool:
         eighth = self.layers // 8
@@ -75,10 +102,10 @@ class RandomBlocks:
         """float32, or uint8 blocks, rows first."""
         columns = part.shape[-1]
         if part.is_float:
-            if len(part.shape) == 1:
+            if len(part.shape) == 1 or columns == 1 or "_norm." in part.name:
                 return np.full(part.shape, -0.1 if part.name.endswith("ssm_a") else 1.0, np.float32)
             return generator(part.name).standard_normal(part.shape, np.float32) / np.float32(math.sqrt(columns))
-        size = 1.0 if part.module == "model.embed_tokens" else 1 / math.sqrt(columns)
-        make = q6_k if self.type_of(part) == "Q6_K" else q4_k
-        blocks = make(part.name, math.prod(part.shape) // SUPERBLOCK, size)
-        return blocks.reshape(*part.shape[:-1], -1)
+        kind = self.type_of(part)
+        blocks = math.prod(part.shape) // BLOCKS[kind][0]
+        size = 1.0 if part.name == "token_embd.weight" else 1 / math.sqrt(columns)
+        return MAKE[kind](part.name, blocks, size).reshape(*part.shape[:-1], -1)

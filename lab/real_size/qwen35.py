@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from qwen3_moe import Shapes
+from real_size.gguf_shapes import EXPERTS, GGUFShapes
 
 INTERVAL = 4  # every so many layers one has attention
 
 
 @dataclass(frozen=True)
-class HybridShapes(Shapes):
+class HybridShapes(GGUFShapes):
     """Sizes of the model, and of its layers of linear attention."""
 
     layers: int = 40
@@ -29,16 +29,14 @@ class HybridShapes(Shapes):
     width: int = 4  # of the convolution
     guessing: int = 0  # layers behind the last, which guess further tokens (MTP)
 
+    model: ClassVar[str] = "Qwen3.5-35B-A3B"
     architecture: ClassVar[str] = "qwen35moe"
+    checkpoint: ClassVar[bool] = False
 
     @property
     def blocks(self) -> int:
         """With those that guess."""
         return self.layers + self.guessing
-
-    def config(self) -> dict[str, Any]:
-        """The file says all."""
-        return {}
 
     def keys(self) -> dict[str, int | list[int]]:
         """Those that the dense model's file does not have."""
@@ -56,7 +54,7 @@ class HybridShapes(Shapes):
         }
 
     def layer_parts(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of a layer's tensors, without those of its routed experts."""
+        """Names and shapes of a layer's tensors."""
         values = self.value_heads * self.state_size
         channels = 2 * self.key_heads * self.state_size + values
         yield "attn_norm.weight", (self.hidden,)
@@ -83,6 +81,7 @@ class HybridShapes(Shapes):
             yield "nextn.eh_proj.weight", (self.hidden, 2 * self.hidden)
             for norm in ("enorm", "hnorm", "shared_head_norm"):
                 yield f"nextn.{norm}.weight", (self.hidden,)
+        yield from self.sized(EXPERTS)
         yield "ffn_gate_inp_shexp.weight", (self.hidden,)
         yield "ffn_gate_shexp.weight", (self.intermediate, self.hidden)
         yield "ffn_up_shexp.weight", (self.intermediate, self.hidden)

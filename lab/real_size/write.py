@@ -12,11 +12,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
-from qwen3_moe import SCHEMES, Shapes, Tensor
+from qwen3_moe import SCHEMES, Tensor
 
 from real_size import files, gguf_file, values
 from real_size.gguf_q4_0 import FromCheckpoint
 from real_size.gguf_q4_k_m import RandomBlocks
+from real_size.gguf_shapes import GGUFShapes
 
 # GGUF files, by the name of their folder: what they are made of, and gguf.LlamaFileType.
 GGUF = {"gguf": "MOSTLY_Q4_0", "gguf-q4_k_m": "MOSTLY_Q4_K_M"}
@@ -54,7 +55,7 @@ class Progress:
         print(f"\r{line}   " if terminal else line, end="" if terminal else "\n", file=sys.stderr, flush=True)
 
 
-def sizes(shapes: Shapes, formats: Sequence[str]) -> dict[str, int]:
+def sizes(shapes: GGUFShapes, formats: Sequence[str]) -> dict[str, int]:
     """Bytes of each format's files. w4a16 links to the files of w4a8."""
     found = {}
     for name in formats:
@@ -65,7 +66,7 @@ def sizes(shapes: Shapes, formats: Sequence[str]) -> dict[str, int]:
     return found
 
 
-def gguf_source(shapes: Shapes, name: str, folder: Path) -> gguf_file.Source:
+def gguf_source(shapes: GGUFShapes, name: str, folder: Path) -> gguf_file.Source:
     """Of the tensors of a GGUF file. folder: where the formats are."""
     return FromCheckpoint(shapes, folder / "w4a8") if name == "gguf" else RandomBlocks(shapes)
 
@@ -79,7 +80,7 @@ def with_sources(formats: Sequence[str]) -> list[str]:
     return [name for name in FORMATS if name in needed]
 
 
-def is_written(folder: Path, shapes: Shapes, name: str) -> bool:
+def is_written(folder: Path, shapes: GGUFShapes, name: str) -> bool:
     """Whether a format of these sizes is there, whole."""
     try:
         return json.loads((folder / name / COMPLETE).read_text()) == asdict(shapes)
@@ -87,7 +88,7 @@ def is_written(folder: Path, shapes: Shapes, name: str) -> bool:
         return False
 
 
-def write(shapes: Shapes, folder: Path, formats: Sequence[str]) -> None:
+def write(shapes: GGUFShapes, folder: Path, formats: Sequence[str]) -> None:
     """Writes what is not there yet.
 
     Args:
@@ -100,7 +101,7 @@ def write(shapes: Shapes, folder: Path, formats: Sequence[str]) -> None:
         ValueError: an unknown format, or a folder that holds another model.
     """
     shapes = replace(shapes, scheme="w4a8")
-    if shapes.architecture != "qwen3moe" and list(formats) != ["gguf-q4_k_m"]:
+    if not shapes.checkpoint and list(formats) != ["gguf-q4_k_m"]:
         raise ValueError(f"formats are {','.join(formats)!r}, expected gguf-q4_k_m for {shapes.architecture}")
     missing = [name for name in with_sources(formats) if not is_written(folder, shapes, name)]
     for name in missing:
@@ -158,7 +159,7 @@ def probed_rate(folder: Path) -> float:
     return PROBE_BYTES / (time.monotonic() - started)
 
 
-def write_settings(shapes: Shapes, target: Path) -> None:
+def write_settings(shapes: GGUFShapes, target: Path) -> None:
     """config.json and tokenizer."""
     for name, content in (
         ("config.json", shapes.config()),
@@ -168,7 +169,7 @@ def write_settings(shapes: Shapes, target: Path) -> None:
         (target / name).write_text(json.dumps(content, indent=1))
 
 
-def write_checkpoint(shapes: Shapes, target: Path, progress: Progress) -> None:
+def write_checkpoint(shapes: GGUFShapes, target: Path, progress: Progress) -> None:
     """Settings, index and files of one scheme; w4a16 links to the files of w4a8 beside it."""
     write_settings(shapes, target)
     if shapes.scheme == "w4a16":

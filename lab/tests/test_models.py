@@ -123,19 +123,44 @@ def test_one_file(tmp_path):
     for name, beside in ((report.OWN_Q4_0, report.LLAMA), (report.OWN_GGUF, report.LLAMA_GGUF)):
         assert entries[name].format == entries[beside].format
         ours = {"entry": name, "rates": rates, "weights_bytes": 20e9, "weights_peak": 23e9}
+        ours |= {"architecture": "qwen3moe", "layers": 48, "threads": 2}
         theirs = {"entry": beside, "rates": {title: [10.0] for title in rates}}
-        reached = {goal["what"]: goal["reached"] for goal in report.goals([ours, theirs], 48, 2)}
+        reached = {goal["what"]: goal["reached"] for goal in report.goals([ours, theirs])}
         assert reached == {
             **{f"{name}: {title}, times as fast as llama.cpp": rate[0] / 10 for title, rate in rates.items()},
             f"{name}: allowed / peak while loading": pytest.approx(21.5 / 23),
         }
-    assert report.picture([ours], tmp_path / "one.png", {}) is None
+    assert report.picture({"one": [ours]}, tmp_path / "one.png", {}) is None
     assert report.prompts_picture([ours], tmp_path / "one.png", {}) is None  # two lengths
     pytest.importorskip("matplotlib")
-    records = [{**record, "threads": 2, "note": None} for record in (ours, theirs)]
-    assert report.picture(records, tmp_path / "pair.png", {}).stat().st_size > 0
+    records = [{**ours, **record, "note": None} for record in (ours, theirs)]
+    assert report.picture({"one": records}, tmp_path / "pair.png", {}).stat().st_size > 0
     ours["rates"]["prefill 8192"] = [80.0]  # which the other did not answer
     assert report.prompts_picture(records, tmp_path / "prompts.png", {}).stat().st_size > 0
+
+
+def test_hybrids(tmp_path):
+    """Their goals, and the newest run of each, which one picture shows."""
+    from models import report
+
+    rates = {"prefill 512": [36.0], "prefill 2048": [30.0], "decode, batch 1": [19.0], "decode, batch 8": [20.0]}
+    ours = {"entry": report.OWN_GGUF, "rates": rates, "architecture": "lfm2moe", "layers": 24, "threads": 2}
+    theirs = {**ours, "entry": report.LLAMA_GGUF, "rates": {title: [20.0] for title in rates}}
+    assert [(goal["goal"], goal["reached"]) for goal in report.goals([ours, theirs])] == [
+        (0.95, 0.95), (0.95, 1.0), (1.2, 1.8), (1.2, 1.5),
+    ]  # fmt: skip
+    runs = {"old": [ours], "new": [ours, theirs], "other": [{**ours, "architecture": "qwen35moe", "layers": 4}],
+            "none": [{**ours, "architecture": "qwen3moe"}], "before": [{"entry": "x"}]}  # fmt: skip
+    for time, (name, records) in enumerate(runs.items()):
+        path = tmp_path / f"models-{name}.json"
+        path.write_text(json.dumps({"records": records}))
+        os.utime(path, (time, time))
+    found = report.saved_hybrids(tmp_path)
+    assert found == {
+        "Qwen3.5-35B-A3B, 4 of 40 layers": runs["other"], "LFM2-8B-A1B, 24 of 24 layers": runs["new"],
+    }  # fmt: skip
+    pytest.importorskip("matplotlib")
+    assert report.picture(found, tmp_path / "hybrids.png", {}).stat().st_size > 0
 
 
 def test_a_server_of_a_file(monkeypatch, tmp_path):

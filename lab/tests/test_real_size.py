@@ -8,8 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from qwen3_moe import Shapes
+from folders import ROOT
 from real_size import gguf_file, gguf_q4_0, gguf_q4_k_m, values, write
+from real_size.architectures import Lfm2Shapes, NemotronShapes
+from real_size.gguf_shapes import GGUFShapes
 from real_size.qwen35 import HybridShapes
 
 import w4a8
@@ -20,7 +22,7 @@ FORMATS = ["w4a8", "w4a16", "bfloat16"]
 
 @pytest.fixture(scope="module")
 def small():
-    return Shapes(
+    return GGUFShapes(
         layers=2,
         vocabulary=320,
         group=32,
@@ -67,7 +69,7 @@ def _dequantized(tensors, module, group):
 
 def test_full_size_is_that_of_the_model():
     """Names, sizes and bytes of the whole; nothing is written."""
-    full = Shapes()
+    full = GGUFShapes()
     count = sum(
         t.matrix[0] * t.matrix[1] for t in full.tensors() if t.content in ("words", "unit", "normal", "weights", "ones")
     )
@@ -249,6 +251,68 @@ def test_hybrid_file(tmp_path):
         write.write(some, tmp_path, ["w4a8"])
 
 
+def _parameters(shapes):
+    """Biases of routers are none."""
+    return sum(math.prod(part.shape) for part in gguf_file.parts(shapes) if "exp_probs_b" not in part.name)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "parameters", "sizes", "kinds"),
+    [
+        (
+            NemotronShapes,
+            31_577_937_344,
+            {"hidden": 96, "intermediate": 96, "shared": 160, "mixers": 4, "groups": 2, "state_size": 16, "layers": 7},
+            {"blk.0.ssm_in": "Q5_0", "blk.0.ssm_out": "Q4_K", "blk.1.ffn_down_exps": "Q5_0", "blk.5.attn_v": "Q8_0"}
+            | {"blk.6.ffn_down_exps": "Q8_0", "token_embd": "Q5_0", "output": "Q8_0"},
+        ),
+        (
+            Lfm2Shapes,
+            8_339_929_856,
+            {"hidden": 256, "intermediate": 256, "dense": 512, "layers": 3},
+            {"blk.0.shortconv.in_proj": "Q4_K", "blk.2.attn_v": "Q6_K", "blk.2.ffn_gate_exps": "Q4_K"}
+            | {"blk.0.ffn_down": "Q4_K", "token_embd": "Q6_K"},
+        ),
+    ],
+)
+def test_files_of_other_hybrids(tmp_path, shapes, parameters, sizes, kinds):
+    """Parameters of the whole model; a small file has the keys that llama.cpp's converter writes, and the types that
+    its mix has, and transformers' class of the architecture runs it."""
+    _gguf()
+    transformers = pytest.importorskip("transformers", minversion="5.19")
+    import gguf
+
+    import w4a8.integrations.transformers  # noqa: F401, which reads the file
+
+    assert _parameters(shapes()) == parameters
+    some = {"heads": 4, "kv_heads": 2, "head_dim": 64, "experts": 4, "top_k": 2, "vocabulary": 512, "positions": 64}
+    small = shapes(**{**some, **sizes})
+    write.write(small, tmp_path, ["gguf-q4_k_m"])
+    path = tmp_path / "gguf-q4_k_m" / "model.gguf"
+    reader = gguf.GGUFReader(path)
+    converted = json.loads((ROOT / "tests/gguf_architectures.json").read_text())[small.architecture]["keys"]
+    assert converted.keys() <= reader.fields.keys()
+    types = {tensor.name.removesuffix(".weight"): tensor.tensor_type.name for tensor in reader.tensors}
+    assert {name: types[name] for name in kinds} == kinds
+    model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    with torch.no_grad():
+        out = model(torch.arange(9)[None], output_hidden_states=True)
+    assert out.logits.isfinite().all() and 0.1 < out.hidden_states[-1].square().mean().sqrt() < 10
+
+
+@pytest.mark.parametrize("kind", ["Q5_0", "Q8_0"])
+def test_blocks_of_one_scale(kind):
+    """Of the size that is asked for, to the next power of two, and without a mean."""
+    quants, types = _gguf()
+    blocks = gguf_q4_k_m.MAKE[kind]("some", 4096, 0.02)
+    values = quants.dequantize(blocks, types[kind])
+    assert values.shape == (4096, 32)
+    size = np.sqrt(np.mean(np.square(values)))
+    assert 0.7 < size / 0.02 < 1.42
+    # The middle of Q5_0's codes is half a code off.
+    assert abs(values.mean()) < size / 18 + 5 * size / np.sqrt(values.size)
+
+
 def test_q4_k_m_file(small, tmp_path):
     """Types as llama.cpp chooses them, weights of the size that keeps activations, and the file runs in w4a8."""
     quants, types = _gguf()
@@ -309,7 +373,7 @@ def test_writes_once(small, tmp_path, capfd):
 )
 def test_bad_sizes(changes, message):
     with pytest.raises(ValueError, match=message):
-        Shapes(**changes)
+        GGUFShapes(**changes)
 
 
 def test_bad_format(small, tmp_path):

@@ -69,6 +69,16 @@ def test_floats(name, tmp_path):
     assert torch.equal(model(TOKENS, use_cache=False).logits, floats(TOKENS, use_cache=False).logits)
 
 
+def test_groups_of_heads(tmp_path):
+    """A file has Mamba-2's norms in a row for each group of heads, a model in one row."""
+    floats = model_of("nemotron_h_moe", n_groups=2)
+    write("nemotron_h_moe", floats, tmp_path, **{"nemotron_h_moe.ssm.group_count": 2})
+    assert Written(floats, "nemotron_h_moe").tensors["blk.0.ssm_norm.weight"].shape == (2, 64)
+    found = load(tmp_path).state_dict()
+    name = "model.layers.0.mixer.norm.weight"
+    assert torch.equal(found[name], floats.state_dict()[name])
+
+
 # Linear layers that stay float: along another axis in the file, or routers, which files have as floats.
 LEFT = ("kv_b_proj", "shared_expert_gate", "gate.wg", "router.proj")
 

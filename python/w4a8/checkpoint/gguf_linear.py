@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -269,6 +270,11 @@ class GGUFLinears:
             matrix = matrix if order is None else matrix.with_rows(rows - low)
             yield first, matrix if runs is None else matrix.with_runs(runs)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor in transformers' form, where the norms of Mamba-2's groups are one."""
+        shape = self.file.tensors[name].shape
+        return (math.prod(shape),) if ".ssm_norm." in name else shape
+
     def values(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """A tensor in transformers' form: blocks as ``dtype``, floats in the type of the file.
 
@@ -288,6 +294,7 @@ class GGUFLinears:
             values = values.float() - self.architecture.norm_plus
         if name.endswith(".ssm_a"):  # -exp of the parameter
             values = (-values.float()).log()
+        values = values.flatten() if ".ssm_norm." in name else values
         return values[None] if "_inp_shexp" in name and values.dim() == 1 else values
 
     def parameter(self, names: Sequence[str], shape: Sequence[int], name: str, dtype: torch.dtype) -> torch.Tensor:
