@@ -43,8 +43,9 @@ CUT = (
 )
 WHOLE_EXPERTS = ("deepseek2, V3", "exaone-moe", "qwen35moe")
 GPT_OSS = Case("gpt_oss", 32, "int-quantized", "float32", "symmetric")  # biases, which one rank adds
-FROM_FILE = "qwen3next"  # a GGUF file, with rows of two tensors in one matrix
-CASES = [(name, False) for name in (*CUT, GPT_OSS, FROM_FILE)]
+# GGUF files: rows of two tensors in one matrix; gate and up as one tensor.
+FROM_FILE = ("qwen3next", "glm4")
+CASES = [(name, False) for name in (*CUT, GPT_OSS, *FROM_FILE)]
 CASES += [(name, True) for name in (*WHOLE_EXPERTS, GPT_OSS)]
 
 
@@ -61,7 +62,7 @@ def both_jobs(case, checkpoints, folder, **fields):
     else:  # sizes whose half is a number of groups
         given = {**SIZES, **INT4[model][1]}
         fields |= {key: 128 for key, size in given.items() if "intermediate" in key and size == INTER}
-        jobs = jobs_of(model, folder, model == FROM_FILE, **fields)
+        jobs = jobs_of(model, folder, model in FROM_FILE, **fields)
     parallel = {"tensor_parallel_size": 2, "enable_expert_parallel": whole_experts}
     return [replace(job, arguments={**job.arguments, **parallel}) for job in jobs]
 

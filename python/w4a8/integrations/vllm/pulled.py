@@ -365,7 +365,8 @@ class PulledConfig(QuantizationConfig):
         return W4A8LinearMethod(Pulled(prefix, self.path, [self.weight(name) for name in names], is_shared))
 
     def _of_linear(self, prefix: str) -> W4A8LinearMethod | None:
-        names = names_joined_in(prefix, self.packed_modules_mapping)
+        is_one = prefix in self.matrices  # in the files, too: gate and up of GLM-4
+        names = [prefix] if is_one else names_joined_in(prefix, self.packed_modules_mapping)
         if not self.matrices.keys() & set(names):  # vLLM calls the Mamba layers of Granite 4 otherwise than it has them
             names = [name.replace(".mixer.", ".mamba.") for name in names]
         found = [name for each in names for name in self.matrices.get(each, ())]
