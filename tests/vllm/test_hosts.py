@@ -14,7 +14,8 @@ import pytest
 from conftest import DEFAULT_HEAD, Job, environment, run_engines
 from example import CHECKPOINT, PROMPTS, check_greedy, demo_model, with_tokenizer
 
-ADDRESSES = ("10.67.0.1", "10.67.0.2")
+IPV4 = ("10.67.0.1/24", "10.67.0.2/24")
+IPV6 = ("fd67::1/64 nodad", "fd67::2/64 nodad")  # at once, without looking for another machine that has the address
 TOKENS = 16
 TIE = 0.1  # as in test_example.py: float32, and sums of two parts in another order
 NOTICED = 60  # seconds within which a machine ends after the other one
@@ -44,12 +45,12 @@ class Host:
     def log(self):
         return (self.folder / "log.txt").read_text()
 
-    def start(self, model, options):
+    def start(self, model, master, options):
         """As the document says, but for the model's name and what makes the test small."""
         memory = self.folder / "shm"
         shutil.rmtree(self.folder, ignore_errors=True)
         memory.mkdir(parents=True)
-        options = [*options, "--nnodes", "2", "--master-addr", ADDRESSES[0], "--node-rank", str(self.number)]
+        options = [*options, "--nnodes", "2", "--master-addr", master, "--node-rank", str(self.number)]
         options += ["--headless"] if self.number else []
         command = [sys.executable, "-m", "w4a8", "serve", str(model), *options]
         shell = f'mount --bind {memory} /dev/shm && exec "$@"'
@@ -88,10 +89,9 @@ def hosts(tmp_path_factory):
                 run(f"ip netns add {host.name}")
                 stack.callback(run, f"ip netns del {host.name}")
             run(f"ip link add w0 netns {both[0].name} type veth peer name w1 netns {both[1].name}")
-            for host, address in zip(both, ADDRESSES):
-                link = f"w{host.number}"
-                for command in (f"addr add {address}/24 dev {link}", f"link set {link} up", "link set lo up"):
-                    run(f"ip -n {host.name} {command}")
+            for host in both:
+                for link in ("lo", f"w{host.number}"):
+                    run(f"ip -n {host.name} link set {link} up")
             run("unshare --pid --fork --mount-proc --ipc true")
         except (OSError, subprocess.CalledProcessError) as error:
             pytest.skip(f"namespaces of network and processes: {getattr(error, 'stderr', None) or error}")
@@ -101,11 +101,14 @@ def hosts(tmp_path_factory):
 
 
 @contextmanager
-def serving(hosts, model, *options):
+def serving(hosts, addresses, model, *options):
     """Until both hosts have ended."""
     options = ["--dtype", "float32", "--max-model-len", "256", "--served-model-name", "tiny", *options]
+    for host, address in zip(hosts, addresses):
+        run(f"ip -n {host.name} addr flush dev w{host.number}")
+        run(f"ip -n {host.name} addr add {address} dev w{host.number}")
     for host in hosts:
-        host.start(model, options)
+        host.start(model, addresses[0].partition("/")[0], options)
     try:
         deadline = time.monotonic() + 600
         while hosts[0].ask("/health") is None:
@@ -145,7 +148,7 @@ def test_two_stages_have_the_bits_of_one(hosts, model, tmp_path):
     prompts = [list(prompt.encode()) for prompt in PROMPTS]
     job = Job(CHECKPOINT, {"dtype": "float32"}, prompts, TOKENS, prompt_logprobs=False, environment=DEFAULT_HEAD)
     (expected,), _ = run_engines([job], tmp_path / "one", 900, VLLM_ENABLE_V1_MULTIPROCESSING="0")
-    with serving(hosts, model, "--pipeline-parallel-size", "2"):
+    with serving(hosts, IPV6, model, "--pipeline-parallel-size", "2"):
         for prompt, tokens, rows in zip(PROMPTS, expected["outputs"], expected["logprobs"]):
             text, chances = complete(hosts[0], prompt)
             assert list(text.encode()) == tokens
@@ -159,7 +162,7 @@ def test_two_stages_have_the_bits_of_one(hosts, model, tmp_path):
 
 
 def test_cut_layers(hosts, model):
-    with serving(hosts, model, "--tensor-parallel-size", "2"):
+    with serving(hosts, IPV4, model, "--tensor-parallel-size", "2"):
         reference = demo_model()
         for prompt in PROMPTS:
             text, _ = complete(hosts[0], prompt)
