@@ -167,6 +167,51 @@ struct Ops : Avx2Ops {
       add_sums<R, kCode, kFetch, kRest>(acc, rows, weights, s, fetch);
     }
   }
+
+  static constexpr bool kOwnGroups = true;
+  template <int R, int C, Code kCode, Grouping kGrouping>
+  static W4A8_INLINE void add_groups(const TileArgs& t, const int8_t* const (&rows)[R],
+                                     const uint8_t* const (&weights)[C], F (&f)[R][C][2]) {
+    if constexpr (kCode == Code::kSixBytes && is_least(kGrouping)) {
+      add_unpacked_sixes<R, is_scaled(kGrouping)>(t, rows, weights[0], f);
+    } else {
+      add_all_groups<Ops, R, C, kCode, kGrouping>(t, rows, weights, f);
+    }
+  }
+
+  // Unpacked six bits in groups of two steps, which stay in 8 registers while each row is multiplied by them and
+  // scaled: of all sums only f is kept in memory.
+  template <int R, bool kScaled>
+  static W4A8_INLINE void add_unpacked_sixes(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* w,
+                                             F (&f)[R][1][2]) {
+    const uint8_t* scales = t.scales;
+    int64_t k = 0;
+    for (int64_t group = 0; k < t.steps * kStepK; ++group, k += kLeastGroupSteps * kStepK) {
+      I u[4][2];
+      for_each<4, 2>([&](int i, int v) W4A8_LAMBDA {
+        u[i][v] = iload(w + (2 * i + v) * 32);
+        __asm__("" : "+x"(u[i][v]));  // GCC would load it again for each row
+      });
+      for_each<R>([&](int r) W4A8_LAMBDA {
+        const int8_t* const row[] = {rows[r]};
+        I acc[1][1][2];
+        I sums[1][2];
+        fill(acc, isplat(t.starts[r * t.starts_stride + group]));
+        multiply<1, true>(sums, row, k, u[0]);
+        multiply<1, false>(sums, row, k + 4, u[1]);
+        widen<1, Part::kAll>(acc, sums);
+        multiply<1, true>(sums, row, k + 8, u[2]);
+        multiply<1, false>(sums, row, k + 12, u[3]);
+        widen<1, Part::kAll>(acc, sums);
+        for_each<2>([&](int v) W4A8_LAMBDA {
+          const F value = part_value<Ops, kScaled>(t, acc[0][0][v], r, group);
+          f[r][0][v] = fma(value, load_bytes(scales + 4 * v * kLanes), f[r][0][v]);
+        });
+      });
+      w += kLeastGroupSteps * kByteStepBytes;
+      scales += kScaleBytes;
+    }
+  }
 };
 
 }  // namespace
