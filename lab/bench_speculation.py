@@ -69,6 +69,8 @@ def measure(plain: Engine, guessing: Engine, stub: Stub, args: argparse.Namespac
         alone: list[float] = []
         for counts in (False, *[True] * args.rounds):  # the first round warms up
             alone += [plain.decode(batch, args.tokens, PROMPT)] * counts
+            if plain.answers != stub.answers:
+                sys.exit("error: the same questions got other answers, without guesses")
             for question in questions:
                 stub.guesses, stub.right = question
                 rates[question] += [guessing.decode(batch, args.tokens, PROMPT)] * counts

@@ -24,7 +24,8 @@ struct QuantizedRows {
   RowQuant* quant = nullptr;  ///< [rows]
 
   static QuantizedRows slice(Slicer& slicer, int64_t rows, const RowShape& shape);
-  /// Bytes that slice takes for each row. If RowShape::scaled, slice takes up to 16 more rows of scales and of shifts.
+  /// Bytes that slice takes for each row. If RowShape::scaled, slice takes 16 more of scales and of shifts, and from
+  /// 16 rows on 16 more rows of both.
   static int64_t row_bytes(const RowShape& shape);
   Rows from(int64_t row) const {
     return {q + row * stride, stride,          starts + row * parts, parts,           quant + row,

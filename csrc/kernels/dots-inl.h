@@ -49,7 +49,11 @@ W4A8_INLINE void dot_outputs(const DotTile& tile, int64_t output) {
   constexpr int kRows = Ops::kLanes >= 16 ? 4 : 2;
   int64_t row = 0;
   for (; row + kRows <= tile.rows; row += kRows) dot_block<Ops, kType, kRows, kOutputs>(tile, row, output);
-  for (; row < tile.rows; ++row) dot_block<Ops, kType, 1, kOutputs>(tile, row, output);
+  if (kRows > 2 && row + 2 <= tile.rows) {
+    dot_block<Ops, kType, 2, kOutputs>(tile, row, output);
+    row += 2;
+  }
+  if (row < tile.rows) dot_block<Ops, kType, 1, kOutputs>(tile, row, output);
 }
 
 // The accumulators of a block and what is multiplied fit into registers.

@@ -233,8 +233,8 @@ W4A8_INLINE void add_parts(const TileArgs& t, const int8_t* const (&rows)[R], co
   if constexpr (is_packed(kCode)) fetch_until<kMayStream>(fetch, t.fetch + C * layout.panel_bytes);
 }
 
-// add_groups of one row and one panel whose groups have super-scales: those of a record stay in registers, nothing asks
-// for a type, and pointers move in the place of indices.
+// add_groups of one row and one packed panel whose groups have super-scales, which are of all of K and never beside
+// zero points: those of a record stay in registers, nothing asks for a type, and pointers move in the place of indices.
 template <class Ops, Code kCode, int64_t kGroupSteps>
 W4A8_INLINE void add_super_groups(const TileArgs& t, const int8_t* q, const uint8_t* first,
                                   typename Ops::F (&f)[1][1][Ops::kVecs]) {

@@ -154,7 +154,8 @@ class W4A8GGUFConfig(PulledConfig):
 def weight_of(linears: GGUFLinears, name: str) -> Weight | Floats:
     """A tensor of two dimensions, or several whose rows are those of one matrix, as a weight."""
     names = name.split(_AND)
-    return linears.floats(name) if linears.file.is_float(names[0]) else linears.weight(names)
+    is_float = len(names) == 1 and linears.file.is_float(name)
+    return linears.floats(name) if is_float else linears.weight(names)
 
 
 class W4A8GGUFLoader(BaseModelLoader):
