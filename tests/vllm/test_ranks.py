@@ -3,7 +3,9 @@
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
+from uuid import uuid4
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from w4a8.core.families import FAMILIES
 from w4a8.decoder import Decoder, StepThreads
 from w4a8.integrations.vllm.decoder_layers import Norms, Unfit, norms_of_heads
 from w4a8.integrations.vllm.one_call import OneCall
-from w4a8.integrations.vllm.ranks import SharedSums
+from w4a8.integrations.vllm.ranks import SharedSums, unname
 
 # Norms of all heads at once; parallel blocks; latent attention; experts alone, with shared ones, with norms of results;
 # inputs of layers; linear attention; short convolutions; keys and values that ranks have copies of; joined projections;
@@ -187,6 +189,16 @@ def test_two_stages_have_the_bits_of_one(name, checkpoints, tmp_path):
     assert len(re.findall(r"w4a8: all 2 layers run in one call|w4a8: all 1 layers run in one call", log)) == 2
     (expected,), _ = run_engines([one], tmp_path / "one", 900, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     assert_same(found, expected)
+
+
+def test_vllms_shared_memory_has_no_names():
+    """As vLLM's builds for AVX-512 make it; without names it goes with the last process."""
+    name = f"w4a8-test-{uuid4().hex}"
+    files = [Path(f"/dev/shm/{name}_{number}") for number in range(2)]
+    files[0].touch()  # the other rank's is gone already
+    unname(SimpleNamespace(group_name=name), 2)
+    unname(torch.distributed, 2)
+    assert not any(file.exists() for file in files)
 
 
 def test_a_step_with_pictures_between_stages():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -105,6 +106,8 @@ def share_sums(model: Any, vllm_config: Any, model_config: Any) -> None:
 
     Every rank calls this, at the same place between sums.
     """
+    for group in (get_tp_group(), get_pp_group()):
+        unname(getattr(getattr(group, "device_communicator", None), "dist_module", None), group.world_size)
     communicator = getattr(get_tp_group(), "device_communicator", None)
     theirs = getattr(communicator, "dist_module", None)
     if count() == 1 or agree(None if theirs is torch.distributed else "another way") is not None:
@@ -113,6 +116,14 @@ def share_sums(model: Any, vllm_config: Any, model_config: Any) -> None:
     if memory is not None:
         communicator.dist_module = SharedSums(memory, own(), count())
         logger().info("w4a8: vLLM's sums of ranks go through shared memory")
+
+
+def unname(theirs: Any, count: int) -> None:
+    """Lets vLLM's own shared memory go with its processes, also if they are killed. All ranks have mapped it."""
+    name = getattr(theirs, "group_name", None)
+    for rank in range(count if name else 0):
+        with suppress(FileNotFoundError):  # another rank was here
+            os.unlink(f"/dev/shm/{name}_{rank}")
 
 
 def share_memory(size: int) -> tuple[torch.Tensor, Callable[[list[torch.Tensor]], None] | None]:
