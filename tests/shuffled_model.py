@@ -27,7 +27,8 @@ def write(folder: Path, shuffled: bool = True, **sizes: int) -> Path:
     """Makes the checkpoint, shuffled over FILES files or in the order of the model; returns its folder."""
     if str(ROOT / "lab") not in sys.path:
         sys.path.insert(0, str(ROOT / "lab"))
-    from real_size.write import Shapes, write_files, write_settings
+    from real_size.gguf_shapes import Shapes
+    from real_size.write import write_files, write_settings
 
     shapes = Shapes(**{**SIZES, **sizes})
     tensors = list(shapes.tensors())
