@@ -171,10 +171,12 @@ def picture(runs: dict[str, list[dict]], path: Path, versions: dict[str, str]) -
     rows = {title: found for title, found in rows.items() if "w4a8" in found and len(found) > 1}
     if plt is None or not rows:
         return None
-    size = (2.4 * len(QUESTIONS), 2.8 * len(rows))
-    figure, panels = plt.subplots(len(rows), len(QUESTIONS), figsize=size, squeeze=False)
+    asked = {question for found in rows.values() for record in found.values() for question in record["rates"]}
+    questions = {question: words for question, words in QUESTIONS.items() if question in asked}
+    size = (2.4 * len(questions), 2.8 * len(rows))
+    figure, panels = plt.subplots(len(rows), len(questions), figsize=size, squeeze=False)
     for line, (title, found) in zip(panels, rows.items()):
-        for axes, (question, words) in zip(line, QUESTIONS.items()):
+        for axes, (question, words) in zip(line, questions.items()):
             rates = {name: rate(record, question) or 0 for name, record in found.items()}
             bars = axes.bar(rates.keys(), rates.values(), color=["lightgray"] * (len(rates) - 1) + [COLORS[0]])
             axes.bar_label(bars, [f"{value:.3g}" for value in rates.values()])
