@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from real_size.gguf_shapes import EXPERTS, GGUFShapes
+from real_size.gguf_shapes import EXPERTS, NORMS_OF_HEADS, GGUFShapes
 
-INTERVAL = 4  # every so many layers one has attention
+_NORMS = {"attn_norm.weight": "hidden", "post_attention_norm.weight": "hidden"}
+_EXPERTS = {
+    **EXPERTS,
+    "ffn_gate_inp_shexp.weight": "hidden",
+    "ffn_gate_shexp.weight": "intermediate hidden",
+    "ffn_up_shexp.weight": "intermediate hidden",
+    "ffn_down_shexp.weight": "hidden intermediate",
+}
+_ATTENTION = {
+    **_NORMS,
+    **NORMS_OF_HEADS,
+    "attn_q.weight": "gated hidden",
+    "attn_k.weight": "narrow hidden",
+    "attn_v.weight": "narrow hidden",
+    "attn_output.weight": "hidden wide",
+}
 
 
 @dataclass(frozen=True)
 class HybridShapes(GGUFShapes):
-    """Sizes of the model, and of its layers of linear attention."""
+    """L linear attention, A attention, G attention of a layer behind the last, which guesses further tokens (MTP)."""
 
     layers: int = 40
     vocabulary: int = 248320
@@ -27,16 +41,63 @@ class HybridShapes(GGUFShapes):
     value_heads: int = 32
     state_size: int = 128  # of a key and of a value
     width: int = 4  # of the convolution
-    guessing: int = 0  # layers behind the last, which guess further tokens (MTP)
+    guessing: int = 0  # layers that guess
 
     model: ClassVar[str] = "Qwen3.5-35B-A3B"
     architecture: ClassVar[str] = "qwen35moe"
     checkpoint: ClassVar[bool] = False
+    kinds: ClassVar[str] = "LLLA"
+    tables: ClassVar[dict[str, dict[str, str]]] = {
+        "L": {
+            **_NORMS,
+            "attn_qkv.weight": "channels hidden",
+            "attn_gate.weight": "values hidden",
+            "ssm_conv1d.weight": "channels width",
+            "ssm_dt.bias": "value_heads",
+            "ssm_a": "value_heads",
+            "ssm_beta.weight": "value_heads hidden",
+            "ssm_alpha.weight": "value_heads hidden",
+            "ssm_norm.weight": "state_size",
+            "ssm_out.weight": "hidden values",
+            **_EXPERTS,
+        },
+        "A": {**_ATTENTION, **_EXPERTS},
+        "G": {
+            **_ATTENTION,
+            "nextn.eh_proj.weight": "hidden both",
+            **{f"nextn.{norm}.weight": "hidden" for norm in ("enorm", "hnorm", "shared_head_norm")},
+            **_EXPERTS,
+        },
+    }
+
+    @property
+    def values(self) -> int:
+        """Of all heads of values."""
+        return self.value_heads * self.state_size
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        return 2 * self.key_heads * self.state_size + self.values
+
+    @property
+    def gated(self) -> int:
+        """Queries and their gates."""
+        return 2 * self.wide
+
+    @property
+    def both(self) -> int:
+        """A token's row, and that of the layers in front of it."""
+        return 2 * self.hidden
 
     @property
     def blocks(self) -> int:
         """With those that guess."""
         return self.layers + self.guessing
+
+    def kind(self, layer: int) -> str:
+        """As above."""
+        return super().kind(layer) if layer < self.layers else "G"
 
     def keys(self) -> dict[str, int | list[int]]:
         """Those that the dense model's file does not have."""
@@ -47,42 +108,8 @@ class HybridShapes(GGUFShapes):
             "ssm.state_size": self.state_size,
             "ssm.group_count": self.key_heads,
             "ssm.time_step_rank": self.value_heads,
-            "ssm.inner_size": self.value_heads * self.state_size,
-            "full_attention_interval": INTERVAL,
+            "ssm.inner_size": self.values,
+            "full_attention_interval": len(self.kinds),
             "rope.dimension_count": self.head_dim // 4,
             "rope.dimension_sections": [11, 11, 10, 0],
         }
-
-    def layer_parts(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes of a layer's tensors."""
-        values = self.value_heads * self.state_size
-        channels = 2 * self.key_heads * self.state_size + values
-        yield "attn_norm.weight", (self.hidden,)
-        yield "post_attention_norm.weight", (self.hidden,)
-        if (layer + 1) % INTERVAL == 0 or layer >= self.layers:
-            wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
-            yield "attn_q_norm.weight", (self.head_dim,)
-            yield "attn_k_norm.weight", (self.head_dim,)
-            yield "attn_q.weight", (2 * wide, self.hidden)
-            yield "attn_k.weight", (narrow, self.hidden)
-            yield "attn_v.weight", (narrow, self.hidden)
-            yield "attn_output.weight", (self.hidden, wide)
-        else:
-            yield "attn_qkv.weight", (channels, self.hidden)
-            yield "attn_gate.weight", (values, self.hidden)
-            yield "ssm_conv1d.weight", (channels, self.width)
-            yield "ssm_dt.bias", (self.value_heads,)
-            yield "ssm_a", (self.value_heads,)
-            yield "ssm_beta.weight", (self.value_heads, self.hidden)
-            yield "ssm_alpha.weight", (self.value_heads, self.hidden)
-            yield "ssm_norm.weight", (self.state_size,)
-            yield "ssm_out.weight", (self.hidden, values)
-        if layer >= self.layers:
-            yield "nextn.eh_proj.weight", (self.hidden, 2 * self.hidden)
-            for norm in ("enorm", "hnorm", "shared_head_norm"):
-                yield f"nextn.{norm}.weight", (self.hidden,)
-        yield from self.sized(EXPERTS)
-        yield "ffn_gate_inp_shexp.weight", (self.hidden,)
-        yield "ffn_gate_shexp.weight", (self.intermediate, self.hidden)
-        yield "ffn_up_shexp.weight", (self.intermediate, self.hidden)
-        yield "ffn_down_shexp.weight", (self.hidden, self.intermediate)
