@@ -34,6 +34,7 @@ OUR_ACTIONS = (
     ("give heads for further tokens their positions", "draft_heads", "attach"),
     ("attend to chunks", "attention", "attend_to_chunks"),
     ("watch ranks of other machines", "hosts", "watch"),
+    ("let shared memory go with ranks", "ranks", "unname_memory"),
     ("share the sums of ranks", "ranks", "share_sums"),
     ("run all layers in one call", "one_call", "attach"),
 )

@@ -106,8 +106,6 @@ def share_sums(model: Any, vllm_config: Any, model_config: Any) -> None:
 
     Every rank calls this, at the same place between sums.
     """
-    for group in (get_tp_group(), get_pp_group()):
-        unname(getattr(getattr(group, "device_communicator", None), "dist_module", None), group.world_size)
     communicator = getattr(get_tp_group(), "device_communicator", None)
     theirs = getattr(communicator, "dist_module", None)
     if count() == 1 or agree(None if theirs is torch.distributed else "another way") is not None:
@@ -118,8 +116,14 @@ def share_sums(model: Any, vllm_config: Any, model_config: Any) -> None:
         logger().info("w4a8: vLLM's sums of ranks go through shared memory")
 
 
-def unname(theirs: Any, count: int) -> None:
+def unname_memory(model: Any, vllm_config: Any, model_config: Any) -> None:
     """Lets vLLM's own shared memory go with its processes, also if they are killed. All ranks have mapped it."""
+    for group in (get_tp_group(), get_pp_group()):
+        unname(getattr(getattr(group, "device_communicator", None), "dist_module", None), group.world_size)
+
+
+def unname(theirs: Any, count: int) -> None:
+    """Removes the names of what ``count`` ranks share by ``theirs``, vLLM's way to share memory or another."""
     name = getattr(theirs, "group_name", None)
     for rank in range(count if name else 0):
         with suppress(FileNotFoundError):  # another rank was here
