@@ -57,7 +57,7 @@ def run_here(
     for layer in layers:
         take(layer)
         layer.w4a8_runs_core = True  # compiled graphs are named after numbers of layers
-        layer.w4a8_weights = None
+        layer.w4a8_weights = layer.w4a8_states = None
     before_loading_again(model, lambda: [setattr(layer, "w4a8_weights", None) for layer in layers])
     logger().info("w4a8: linear attention runs here, in %d layers (%s=0: vLLM's)", len(layers), settings.ATTENTION)
 
@@ -157,24 +157,27 @@ def numbers_of(layer: Any) -> dict[str, Any]:
     }
 
 
-def states_of(layer: Any, drafts: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """conv_state and state of gated_delta: vLLM's pages. For guesses it has rows more of conv_state, at the end.
+def states_of(layer: Any, drafts: int = 0) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """conv_state and state of gated_delta, state_space or short_conv: vLLM's pages. For guesses there are more rows.
+
+    They are kept until vLLM has other pages: a step asks every layer.
 
     Args:
         layer: vLLM's module.
         drafts: the most guesses for a sequence of the step; 0: none has any.
     """
-    state = layer.kv_cache[1]
-    slots, heads, value_size, key_size = state.shape
-    rows = layer.conv_kernel_size - 1 + drafts
-    return conv_state_of(layer)[:, :rows], state.view(slots, heads, key_size, value_size)
-
-
-def conv_state_of(layer: Any) -> torch.Tensor:
-    """[slots, rows, channels]: vLLM's pages of a layer with a convolution."""
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
-    return layer.kv_cache[0].transpose(1, 2) if is_conv_state_dim_first() else layer.kv_cache[0]
+    pages, kept = layer.kv_cache, layer.w4a8_states
+    if kept is None or kept[0] is not pages or kept[1] != drafts:
+        width = layer.L_cache if hasattr(layer, "conv") else layer.conv_kernel_size
+        state = pages[1] if len(pages) > 1 else None
+        if hasattr(layer, "head_k_dim"):
+            slots, heads, value_size, key_size = state.shape
+            state = state.view(slots, heads, key_size, value_size)
+        conv_state = pages[0].transpose(1, 2) if is_conv_state_dim_first() else pages[0]
+        kept = layer.w4a8_states = pages, drafts, (conv_state[:, : width - 1 + drafts], state)
+    return kept[2]
 
 
 def fresh_sequences(step: Any) -> torch.Tensor:

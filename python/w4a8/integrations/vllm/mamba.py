@@ -14,7 +14,7 @@ import torch
 from vllm.forward_context import get_forward_context
 
 from w4a8 import ops
-from w4a8.integrations.vllm.linear_attention import FLOATS, conv_state_of, drafts_of, fresh_sequences, run_here
+from w4a8.integrations.vllm.linear_attention import FLOATS, drafts_of, fresh_sequences, run_here, states_of
 from w4a8.linear_attention import conv_rows
 
 _CHECKPOINTS = {"num_prefill_checkpoint_blocks": 0, "prefill_checkpoint_alignment": None}
@@ -159,13 +159,6 @@ def _step_of(layer: Any) -> Any:
     """vLLM's metadata of a step; None: there is no cache yet."""
     metadata = get_forward_context().attn_metadata
     return metadata.get(layer.prefix) if metadata else None
-
-
-def states_of(layer: Any, drafts: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """conv_state and state of the operators: vLLM's pages, as :func:`linear_attention.states_of` has them."""
-    width = layer.L_cache if hasattr(layer, "conv") else layer.conv_kernel_size
-    state = layer.kv_cache[1] if len(layer.kv_cache) > 1 else None
-    return conv_state_of(layer)[:, : width - 1 + drafts], state
 
 
 def sequences_of(step: Any) -> dict[str, torch.Tensor]:

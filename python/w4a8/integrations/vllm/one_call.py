@@ -318,9 +318,11 @@ class OneCall:
         if self._head is None:
             found = self.decoder.step(*step, states=states, layer_inputs=given, dtype=dtype)
         else:
-            found, last = torch.empty_like(step[0], dtype=dtype), (starts[1:].long() - 1).clamp_(min=0)
+            found = torch.empty_like(step[0], dtype=dtype)
+            # None where each token is the last of its sequence.
+            last = None if tokens == len(starts) - 1 else (starts[1:].long() - 1).clamp_(min=0)
             logits = self.decoder.step(*step, last, found, threads, states, given, dtype)
-            self._head.keep(found[last], logits)
+            self._head.keep(found.clone() if last is None else found[last], logits)
         if tokens < len(hidden):
             found = torch.cat([found, found.new_zeros(len(hidden) - tokens, found.shape[1])])
         return self._rows(found, numbers)

@@ -37,7 +37,8 @@ def step_states(modules: Sequence[Any], metadata: dict[str, Any]) -> States | No
         steps = steps[:1]
     source = linear_attention if hasattr(steps[0], "spec_sequence_masks") else mamba
     where = [source.sequences_of(step) for step in steps]
-    found = [source.states_of(each, linear_attention.drafts_of(where[0])) for each in modules]
+    drafts = linear_attention.drafts_of(where[0])
+    found = [linear_attention.states_of(each, drafts) for each in modules]
     return States(
         conv_states=[conv for conv, _ in found],
         states=[state for _, state in found if state is not None],
