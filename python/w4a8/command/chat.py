@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     model, report = model_loading.load(path, args)
     tokenizer = model_loading.tokenizer_of(path)
     if tokenizer is None:
-        if model.config.vocab_size != 256:
+        if model.config.get_text_config(decoder=True).vocab_size != 256:
             raise ValueError(f"{args.model} has no tokenizer")
         tokenizer = Bytes()
     said = "" if report is None else f": {_became(report)}"

@@ -115,7 +115,8 @@ class Conversation:
     def _write(self, ids: torch.Tensor, stable: int, streamer: Any, count: int) -> list[int]:
         """The new tokens. On a terminal Ctrl-C ends the answer, but raises KeyboardInterrupt before the first token."""
         options = {**self.options, "streamer": streamer, "stopping_criteria": [streamer.stops], "max_new_tokens": count}
-        pad = self.kept.model.config.pad_token_id or 0
+        text = self.kept.model.config.get_text_config(decoder=True)  # of a model that also sees, a part
+        pad = getattr(text, "pad_token_id", None) or 0
         try:
             with streamer.ends_at_interrupt():
                 whole = self.kept.generate(ids, stable, pad_token_id=pad, **options)

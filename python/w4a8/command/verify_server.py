@@ -13,7 +13,10 @@ import random
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from http.client import HTTPException
 from typing import Any
 
 from w4a8.command.report import add_json, labelled, number, show
@@ -82,6 +85,8 @@ class _Server:
             self._headers["Authorization"] = f"Bearer {args.api_key}"
         with self._open("models") as reply:
             found = {each["id"]: each for each in json.load(reply)["data"]}
+        if not found:
+            raise ValueError(f"{args.url} has no model")
         self.model = args.model or next(iter(found))
         if self.model not in found:
             raise ValueError(f"--model is {self.model}, but {args.url} has {', '.join(found)}")
@@ -99,21 +104,28 @@ class _Server:
                 reply.readline()
                 return None
             found = json.load(reply)["choices"][0]["logprobs"]
-        if not found:
+            answer = found and {"tokens": found["tokens"], "logprobs": found["token_logprobs"]}
+        if not answer:
             raise ValueError(f"{self._url} gives no log probabilities")
-        return {"tokens": found["tokens"], "logprobs": found["token_logprobs"]}
+        return answer
 
-    def _open(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    @contextmanager
+    def _open(self, path: str, body: dict[str, Any] | None = None) -> Iterator[Any]:
+        """The reply of the server. What goes wrong while it is read is an error that names the address."""
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{self._url}/{path}", data, self._headers)
         try:
-            return urllib.request.urlopen(request, timeout=_WAIT)
+            with urllib.request.urlopen(request, timeout=_WAIT) as reply:
+                yield reply
         except urllib.error.HTTPError as error:
             said = error.read().decode(errors="replace")
             raise ValueError(f"{self._url}/{path} answers {error.code}: {shorten(said)}") from error
-        except OSError as error:
-            reason = getattr(error, "reason", error)
+        except (OSError, HTTPException) as error:
+            reason = getattr(error, "reason", None) or error
             raise ValueError(f"{self._url}/{path} does not answer: {reason} (w4a8 serve MODEL starts one)") from error
+        except (ValueError, LookupError, TypeError) as error:
+            said = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{self._url}/{path} does not answer as OpenAI's servers do ({said})") from error
 
 
 def _prompts(count: int, longest: int) -> list[str]:

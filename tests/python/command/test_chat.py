@@ -91,6 +91,16 @@ def test_floats_are_rounded(tmp_path, monkeypatch, capsys):
     assert code == 1 and f"{tmp_path} has no tokenizer" in err
 
 
+def test_a_model_that_also_sees(tmp_path, monkeypatch, capsys):
+    """As Gemma 3 of 4B and more is published: the numbers of the text are a part of its config."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**sizes, "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 256, "pad_token_id": 5}
+    config = transformers.Gemma3Config(text_config=text, vision_config={**sizes, "image_size": 28, "patch_size": 14})
+    transformers.Gemma3ForConditionalGeneration(config).save_pretrained(tmp_path)
+    code, out, err = talk(monkeypatch, capsys, "def \n", tmp_path, "--max-new-tokens", "5")
+    assert code == 0 and out and "prompt of 4 tokens" in err and "5 written" in err
+
+
 @pytest.mark.parametrize(("size", "kinds"), [(32, {"int8"}), (24, set())])
 def test_attention(size, kinds, tmp_path, monkeypatch, capsys):
     """Over a cache of int8; transformers' own, with a reason, for heads that the operator has not."""

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -136,3 +137,29 @@ def test_no_server(serving, capsys):
     server.server_close()
     assert main(["verify-server", url]) == 1
     assert f"w4a8: {url}/models does not answer: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "reply, message",
+    [
+        (b'HTTP/1.0 200 OK\r\n\r\n{"data": []}', "http://127.0.0.1:{} has no model"),
+        (b"HTTP/1.0 200 OK\r\n\r\n{}", "/models does not answer as OpenAI's servers do (KeyError: 'data')"),
+        (b"HTTP/1.0 200 OK\r\n\r\n[]", "/models does not answer as OpenAI's servers do (TypeError: "),
+        (b"HTTP/1.0 200 OK\r\n\r\n<html>", "/models does not answer as OpenAI's servers do (JSONDecodeError: "),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\n{", "/models does not answer: IncompleteRead(1 bytes read, "),
+        (b"SSH-2.0-other\r\n", "/models does not answer: SSH-2.0-other"),
+    ],
+)
+def test_another_server(reply, message, capsys):
+    """Which speaks something else, or stops in the middle."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def answer():
+            with listening.accept()[0] as client:
+                client.recv(65536)
+                client.sendall(reply)
+
+        threading.Thread(target=answer, daemon=True).start()
+        port = listening.getsockname()[1]
+        assert main(["verify-server", f"http://127.0.0.1:{port}"]) == 1
+    assert message.format(port) in capsys.readouterr().err
