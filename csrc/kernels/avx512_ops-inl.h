@@ -2,6 +2,12 @@
 // Included inside a target region and an anonymous namespace.
 #pragma once
 
+#if !defined(__clang__)
+// GCC before 13 warns about its own undefined-value idiom in avx512fintrin.h (GCC bug 105593).
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
 struct Avx512Ops : TileDefaults {
   using F = __m512;
   using I = __m512i;

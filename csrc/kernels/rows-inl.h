@@ -309,10 +309,14 @@ W4A8_INLINE typename Ops::F load_half_e8m0(const uint8_t* scales, int64_t i) {
   const typename Ops::I bits = Ops::template shift_left<23>(Ops::load_widened(scales + i));
   return Ops::mul(Ops::float_bits(Ops::imax(bits, Ops::isplat(kLeastE8M0))), Ops::splat(0.5f));
 }
-// supers: the super-scales of the panel's columns.
+// The super-scales of the panel's columns, and scales by them.
 template <class Ops>
-W4A8_INLINE typename Ops::F load_super_scales(const uint8_t* scales, const uint8_t* supers, int64_t i) {
-  return Ops::mul(Ops::to_float(Ops::load_int8(scales + i)), Ops::template load_as<DType::kFloat16>(supers, i));
+W4A8_INLINE typename Ops::F load_supers(const uint8_t* supers, int64_t i) {
+  return Ops::template load_as<DType::kFloat16>(supers, i);
+}
+template <class Ops>
+W4A8_INLINE typename Ops::F load_super_scales(const uint8_t* scales, typename Ops::F super, int64_t i) {
+  return Ops::mul(Ops::to_float(Ops::load_int8(scales + i)), super);
 }
 // Of any type but kSuper.
 template <class Ops>

@@ -16,7 +16,7 @@ W4A8_INLINE typename Ops::F load_group_scales(const Walk& walk, int c, int64_t i
   if constexpr (!is_packed(kCode)) {
     return Ops::load_bytes(scales + 4 * i);
   } else if (!is_e2m1(kCode) && type == ScaleType::kSuper) {
-    return load_super_scales<Ops>(scales, walk.supers(c), i);
+    return load_super_scales<Ops>(scales, load_supers<Ops>(walk.supers(c), i), i);
   } else if constexpr (kGroupSteps == kLeastGroupSteps) {
     return type == ScaleType::kE5M3 ? load_e5m3<Ops>(scales, i) : load_float_scales<Ops>(scales, i, type);
   } else if constexpr (kCode == Code::kE2M1) {
@@ -251,14 +251,13 @@ W4A8_INLINE void add_super_groups(const TileArgs& t, const int8_t* q, const uint
     const uint8_t* scales = weights[0] - head_bytes;
     const uint8_t* const supers = scales + kGroups * kPanelColumns;
     F super[Ops::kVecs];
-    for_each<Ops::kVecs>(
-        [&](int v) W4A8_LAMBDA { super[v] = Ops::template load_as<DType::kFloat16>(supers, v * Ops::kLanes); });
+    for_each<Ops::kVecs>([&](int v) W4A8_LAMBDA { super[v] = load_supers<Ops>(supers, v * Ops::kLanes); });
     for (; scales < supers; scales += kPanelColumns, ++start, row_scale += stride, row_shift += stride) {
       typename Ops::I acc[1][1][Ops::kVecs];
       fill(acc, Ops::isplat(*start));
       Ops::template accumulate<1, 1, kCode, kGroupSteps>(acc, row, weights, 0, kGroupSteps, nullptr);
       for_each<Ops::kVecs>([&](int v) W4A8_LAMBDA {
-        const F scale = Ops::mul(Ops::to_float(Ops::load_int8(scales + v * Ops::kLanes)), super[v]);
+        const F scale = load_super_scales<Ops>(scales, super[v], v * Ops::kLanes);
         f[0][0][v] = Ops::fma(scaled_sum<Ops>(acc[0][0][v], row_scale, row_shift), scale, f[0][0][v]);
       });
       row[0] += kGroupSteps * kStepK;
@@ -289,8 +288,8 @@ W4A8_INLINE void add_sized_groups(const TileArgs& t, const int8_t* const (&rows)
 template <class Ops, int R, int C, Code kCode, Grouping kGrouping>
 W4A8_INLINE void add_all_groups(const TileArgs& t, const int8_t* const (&rows)[R], const uint8_t* const (&weights)[C],
                                 typename Ops::F (&f)[R][C][Ops::kVecs]) {
-  constexpr bool kGroups = kGrouping == Grouping::kScaledLeast || kGrouping == Grouping::kScaledBlocks;
-  if constexpr (R == 1 && may_stream<Ops, R, C>() && kGroups && (kCode == Code::kNibbles || kCode == Code::kSix)) {
+  constexpr bool kMayBeSuper = kGrouping == Grouping::kScaledLeast || kGrouping == Grouping::kScaledBlocks;
+  if constexpr (R == 1 && may_stream<Ops, R, C>() && kMayBeSuper && (kCode == Code::kNibbles || kCode == Code::kSix)) {
     constexpr int64_t kSteps = is_least(kGrouping) ? kLeastGroupSteps : kBlockSteps;
     if (t.fetch == nullptr && t.panels->scale_type == ScaleType::kSuper && t.panels->group_steps == kSteps) {
       return add_super_groups<Ops, kCode, kSteps>(t, rows[0], weights[0], f);
@@ -319,7 +318,9 @@ struct Minimums {
         scale_line(p.scale_line),
         super_groups(p.super_groups()) {}
   W4A8_INLINE typename Ops::F load(int64_t i) const {
-    if (type == ScaleType::kSuper) return load_super_scales<Ops>(line, line + left * scale_line, i);
+    if (type == ScaleType::kSuper) {
+      return load_super_scales<Ops>(line, load_supers<Ops>(line + left * scale_line, i), i);
+    }
     return load_float_scales<Ops>(line, i, type);
   }
   W4A8_INLINE void next() {

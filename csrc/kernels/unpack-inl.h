@@ -88,7 +88,7 @@ W4A8_INLINE void unpack_heads(const Chunk& chunk, uint8_t* bytes) {
     __builtin_prefetch(packed + chunk.ahead, 0, 2);
     for (int64_t i = 0; i < kPanelColumns; i += Ops::kLanes) {
       Ops::store(scales + i, chunk.layout.scale_type == ScaleType::kSuper
-                                 ? load_super_scales<Ops>(packed, walk.supers(), i)
+                                 ? load_super_scales<Ops>(packed, load_supers<Ops>(walk.supers(), i), i)
                                  : load_any_scales<Ops>(packed, i, chunk.layout.scale_type));
     }
     if (has_zeros) __builtin_memcpy(zeros, walk.zeros(), kPanelColumns);

@@ -67,6 +67,7 @@ TEST(AgreementTest, Matmul) {
                                    {75, 128, 64, ScaleType::kFloat16, false, kInt8ZeroPoints, 64},
                                    {75, 160, 32, ScaleType::kFloat16, true, kIQ4, 32},
                                    {75, 512, 16, ScaleType::kSuper, true, kInt6, 32},
+                                   {75, 512, 32, ScaleType::kSuper, true, kInt4Minimums, 32},
                                    {130, 512, 32, ScaleType::kSuper, false, kInt6Minimums, 32},
                                    {100, 90, 90, ScaleType::kBFloat16, true, kInt6},
                                    {100, 128, 128, ScaleType::kFloat32, true, kE2M1}}) {

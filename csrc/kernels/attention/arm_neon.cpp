@@ -17,11 +17,8 @@
 namespace w4a8::isa {
 namespace {
 
-#include "kernels/arm_ops-inl.h"
-// clang-format off: uses the one above
-#include "kernels/attention/neon-inl.h"
-// clang-format on
 #include "kernels/attention/attention-inl.h"
+#include "kernels/attention/neon-inl.h"
 
 struct Int8Dot {
   static constexpr bool kInt8 = true;

@@ -15,10 +15,7 @@ namespace w4a8::isa {
 namespace {
 
 #include "kernels/attention/attention-inl.h"
-#include "kernels/scalar_ops-inl.h"
-// clang-format off: uses the one above
 #include "kernels/attention/scalar-inl.h"
-// clang-format on
 
 // An item of a row is four bytes, as in the cache.
 struct Int8Dot {

@@ -28,10 +28,7 @@ namespace w4a8::isa {
 namespace {
 
 #include "kernels/attention/attention-inl.h"
-#include "kernels/avx2_ops-inl.h"
-// clang-format off: uses the one above
 #include "kernels/attention/avx2-inl.h"
-// clang-format on
 
 struct Int8Dot {
   static constexpr bool kInt8 = true;

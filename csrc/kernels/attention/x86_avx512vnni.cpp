@@ -23,21 +23,12 @@
 #include "kernels/ops.h"
 #include "kernels/target.h"
 
-#if !defined(__clang__)
-// GCC before 13 warns about its own undefined-value idiom in avx512fintrin.h (GCC bug 105593).
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-
 W4A8_TARGET("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")
 namespace w4a8::isa {
 namespace {
 
 #include "kernels/attention/attention-inl.h"
-#include "kernels/avx512_ops-inl.h"
-// clang-format off: uses the one above
 #include "kernels/attention/avx512-inl.h"
-// clang-format on
 
 // What both instructions take: four bytes of each lane, of a row the same four.
 struct FourBytes {
