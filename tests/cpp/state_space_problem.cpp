@@ -156,26 +156,8 @@ std::string difference(const ScanProblem& p, const Kernel& kernel, int workers) 
     call.out = out.data();
     Workspace workspace;
     state_space(kernel, parallel, workspace, layer, call);
-    if (!out.slack_intact() || !states.conv.slack_intact() || !states.state.slack_intact()) {
-      return what + "written outside";
-    }
-    const auto differs = [&](const char* name, int64_t i, float got, float want) {
-      return what + name + " has " + std::to_string(got) + " at " + std::to_string(i) + " instead of " +
-             std::to_string(want);
-    };
-    for (int64_t i = 0; i < std::ssize(wanted); ++i) {
-      const float got = float_at(out.data(), i, p.dtype);
-      const float want = held({wanted[at(i)]}, p.dtype)[0];
-      if (!same_number(got, want)) return differs("the output", i, got, want);
-    }
-    for (int64_t i = 0; i < std::ssize(conv) / dtype_bytes(p.conv_dtype); ++i) {
-      const float got = float_at(states.conv.data(), i, p.conv_dtype);
-      const float want = float_at(conv.data(), i, p.conv_dtype);
-      if (!same_number(got, want)) return differs("the convolution's state", i, got, want);
-    }
-    for (int64_t i = 0; i < std::ssize(state); ++i) {
-      if (!same_number(states.state[i], state[at(i)])) return differs("the state", i, states.state[i], state[at(i)]);
-    }
+    const std::string wrong = difference_of_call(p, out, wanted, states, conv, state);
+    if (!wrong.empty()) return what + wrong;
     for (std::size_t b = 0; b < counts.size() && p.guesses >= 0; ++b) {
       if (counts[b] > 0) where.accepted[b] = static_cast<int32_t>(counts[b]);
     }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstring>
+#include <string>
 #include <vector>
 
 #include "core/linear_attention/convolution.h"
@@ -28,6 +29,18 @@ inline std::vector<float> held(std::vector<float> x, DType dtype) {
 /// Same bits, or both NaN.
 inline bool same_number(float a, float b) { return (a != a && b != b) || std::memcmp(&a, &b, sizeof a) == 0; }
 
+/// "" if `count` numbers of `dtype` are the same, else which differ.
+inline std::string difference_of(const char* name, const void* got, const void* want, int64_t count, DType dtype) {
+  for (int64_t i = 0; i < count; ++i) {
+    const float is = float_at(static_cast<const uint8_t*>(got), i, dtype);
+    const float meant = float_at(static_cast<const uint8_t*>(want), i, dtype);
+    if (same_number(is, meant)) continue;
+    return std::string(name) + " has " + std::to_string(is) + " at " + std::to_string(i) + " instead of " +
+           std::to_string(meant);
+  }
+  return "";
+}
+
 /// Rows of `size` numbers, `pad` numbers apart, and nothing behind the last one.
 struct StridedRows {
   StridedRows(const std::vector<const std::vector<float>*>& rows, int64_t size, DType dtype, int64_t pad, Guard guard)
@@ -46,5 +59,24 @@ struct StridedRows {
   DType dtype;
   GuardedBuffer<uint8_t> data;
 };
+
+/// "" if a call of a problem has written the numbers that it should, and nothing else; else what differs.
+/// conv, state: all of the states, as they are to be.
+template <class Problem, class States>
+std::string difference_of_call(const Problem& p, const GuardedBuffer<uint8_t>& out, const std::vector<float>& wanted,
+                               const States& states, const std::vector<uint8_t>& conv,
+                               const std::vector<float>& state) {
+  if (!out.slack_intact() || !states.conv.slack_intact() || !states.state.slack_intact()) return "written outside";
+  std::vector<uint8_t> meant(static_cast<std::size_t>(out.size()));
+  for (std::size_t i = 0; i < wanted.size(); ++i) put(meant.data(), static_cast<int64_t>(i), wanted[i], p.dtype);
+  const int64_t in_conv = std::ssize(conv) / dtype_bytes(p.conv_dtype);
+  for (const std::string& wrong :
+       {difference_of("the output", out.data(), meant.data(), std::ssize(wanted), p.dtype),
+        difference_of("the convolution's state", states.conv.data(), conv.data(), in_conv, p.conv_dtype),
+        difference_of("the state", states.state.data(), state.data(), std::ssize(state), DType::kFloat32)}) {
+    if (!wrong.empty()) return wrong;
+  }
+  return "";
+}
 
 }  // namespace w4a8::test
