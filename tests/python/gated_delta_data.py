@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 from common import KERNELS, assert_same_bits
 
@@ -15,6 +16,20 @@ def sequence_arguments(lengths, slots, fresh):
         "query_start_loc": torch.tensor([0, *lengths]).cumsum(0).int(),
         "fresh": torch.tensor([fresh] * len(lengths) if isinstance(fresh, bool) else fresh, dtype=torch.bool),
     }
+
+
+def off(x, exact):
+    """The largest error, of the largest number."""
+    return ((x.double() - exact).abs().max() / exact.abs().max()).item()
+
+
+def convolved(rows, before, weight, bias, activate):
+    """[T, C] of rows [T, C] behind the rows `before` [width - 1, C]; and the rows that are left."""
+    tokens, width = len(rows), weight.shape[1]
+    rows = torch.cat([before.double(), rows])
+    x = sum(weight[:, w].double() * rows[w : w + tokens] for w in range(width))
+    x = x if bias is None else x + bias.double()
+    return x * torch.sigmoid(x) if activate else x, rows[len(rows) - (width - 1) :]
 
 
 def states_of(conv_size, state_size, dtype, seed):
@@ -44,6 +59,18 @@ def same_bits_of_kernels_and_threads(layer, inputs):
         for tensor, expected in zip(tensors, results[0][1]):
             assert_same_bits(tensor, expected, what)
     return results[0][1]
+
+
+def assert_refused(layer, change, message):
+    """Other arguments are refused, and the states stay as they are."""
+    states = layer.states(3, seed=1)
+    before = {key: part.clone() for key, part in states.items()}
+    with pytest.raises(RuntimeError) as caught:
+        layer.operator(**{**layer.arguments(layer.inputs(5), states, [2, 3]), **change})
+    assert message in str(caught.value)
+    assert str(caught.value).startswith(f"w4a8::{layer.operator.__name__}: ")
+    for key, part in states.items():
+        assert_same_bits(part, before[key])
 
 
 def part_of(inputs, begin, end):
@@ -126,6 +153,7 @@ class Layer:
     seed: int = 0
     norm_eps: float = 1e-6
     weights: dict = field(init=False)
+    operator = staticmethod(w4a8.gated_delta)
 
     def __post_init__(self):
         g = torch.Generator().manual_seed(self.seed)
@@ -165,7 +193,7 @@ class Layer:
         }
 
     def call(self, *args, **kwargs):
-        return w4a8.gated_delta(**self.arguments(*args, **kwargs))
+        return self.operator(**self.arguments(*args, **kwargs))
 
     def reference(self, inputs, conv=None, state=None):
         """Of one sequence: output [T, value_heads * V], rows [width - 1, C] and state that are left, in float64.
@@ -176,10 +204,9 @@ class Layer:
         tokens = len(inputs["qkv"])
         weights = {name: part.double() for name, part in self.weights.items()}
         qkv, z, ba = (inputs[name].double() for name in ("qkv", "z", "ba"))
-        before = torch.zeros(self.width - 1, self.channels).double() if conv is None else conv.double()
-        rows = torch.cat([before, qkv])
-        x = sum(weights["conv_weight"][:, w] * rows[w : w + tokens] for w in range(self.width))
-        q, k, v = (x * torch.sigmoid(x)).split([hk * k_, hk * k_, hv * v_], 1)
+        before = torch.zeros(self.width - 1, self.channels) if conv is None else conv
+        x, rows = convolved(qkv, before, weights["conv_weight"], None, True)
+        q, k, v = x.split([hk * k_, hk * k_, hv * v_], 1)
         q, k, v = q.view(tokens, hk, k_), k.view(tokens, hk, k_), v.view(tokens, hv, v_)
         q, k = (y / torch.sqrt((y * y).sum(-1, keepdim=True) + 1e-6) for y in (q, k))
         q, k = (y.repeat_interleave(hv // hk, 1) for y in (q / k_**0.5, k))
@@ -198,4 +225,4 @@ class Layer:
         out = out * torch.rsqrt((out * out).mean(-1, keepdim=True) + self.norm_eps) * weights["norm"]
         z = z.view(tokens, hv, v_)
         out = out * torch.sigmoid(z) * (z if self.gate == "silu" else 1)
-        return out.reshape(tokens, hv * v_), rows[len(rows) - (self.width - 1) :], s
+        return out.reshape(tokens, hv * v_), rows, s

@@ -1,20 +1,11 @@
-"""Layers and sequences for state_space and short_conv, and what they compute, in float64."""
+"""Layers and sequences for state_space and short_conv, what they compute, in float64, and LAYERS of all operators."""
 
 from dataclasses import dataclass, field
 
 import torch
-from gated_delta_data import sequence_arguments, states_of
+from gated_delta_data import Layer, convolved, sequence_arguments, states_of
 
 import w4a8
-
-
-def convolved(rows, before, weight, bias, activate):
-    """[T, C] of rows [T, C] behind the rows `before` [width - 1, C]; and the rows that are left."""
-    tokens, width = len(rows), weight.shape[1]
-    rows = torch.cat([before.double(), rows])
-    x = sum(weight[:, w].double() * rows[w : w + tokens] for w in range(width))
-    x = x if bias is None else x + bias.double()
-    return x * torch.sigmoid(x) if activate else x, rows[len(rows) - (width - 1) :]
 
 
 @dataclass
@@ -34,6 +25,7 @@ class StateSpace:
     dtype: torch.dtype = torch.float32
     norm_eps: float = 1e-5
     weights: dict = field(init=False)
+    operator = staticmethod(w4a8.state_space)
 
     def __post_init__(self):
         g = torch.Generator().manual_seed(0)
@@ -71,7 +63,7 @@ class StateSpace:
         }
 
     def call(self, *args, **kwargs):
-        return w4a8.state_space(**self.arguments(*args, **kwargs))
+        return self.operator(**self.arguments(*args, **kwargs))
 
     def reference(self, inputs, conv=None, state=None):
         """Of one sequence: output, rows and state that are left, in float64. conv, state: what was before."""
@@ -112,6 +104,7 @@ class ShortConv:
     width: int = 3
     bias: bool = False
     dtype: torch.dtype = torch.float32
+    operator = staticmethod(w4a8.short_conv)
 
     def __post_init__(self):
         g = torch.Generator().manual_seed(0)
@@ -135,7 +128,7 @@ class ShortConv:
         return {**inputs, **self.weights, **states, **sequence_arguments(lengths, slots, fresh), **guesses}
 
     def call(self, *args, **kwargs):
-        return w4a8.short_conv(**self.arguments(*args, **kwargs))
+        return self.operator(**self.arguments(*args, **kwargs))
 
     def reference(self, inputs, conv=None):
         """Of one sequence: output and rows that are left, in float64."""
@@ -145,3 +138,39 @@ class ShortConv:
         product = (b.to(self.dtype) * x.to(self.dtype)).double()
         y, rows = convolved(product, before, self.weights["conv_weight"], self.weights["conv_bias"], False)
         return c * y, rows
+
+
+LAYERS = {
+    "Qwen3.5": (Layer, {}),
+    "of real size": (Layer, {"key_heads": 1, "value_heads": 2, "key_size": 128, "value_size": 128}),
+    "three value heads": (Layer, {"value_heads": 6}),
+    "one value head": (Layer, {"key_heads": 1, "value_heads": 1, "key_size": 16, "value_size": 16}),
+    "other values": (Layer, {"key_size": 48, "value_size": 80}),
+    "few values": (Layer, {"key_size": 256, "value_size": 16}),
+    "delta, width 2": (Layer, {"width": 2}),
+    "delta, width 3": (Layer, {"width": 3}),
+    "delta, width 8": (Layer, {"width": 8}),
+    "sigmoid": (Layer, {"gate": "sigmoid"}),
+    "OLMo-Hybrid": (Layer, {"beta_scale": 2.0, "key_size": 48, "value_size": 96}),
+    "KDA": (Layer, {"of_channels": True, "gate": "sigmoid", "key_heads": 2, "value_heads": 2, "value_size": 48}),
+    "Nemotron-3": (StateSpace, {}),
+    "Granite 4": (StateSpace, {"groups": 1, "norm_groups": 1}),
+    "Falcon-H1": (StateSpace, {"groups": 1, "normed": False, "state_size": 256, "channels": 16, "norm_groups": 1}),
+    "norm first": (StateSpace, {"norm_first": True, "norm_groups": 1}),
+    "no gate": (StateSpace, {"gated": False}),
+    "nothing behind": (StateSpace, {"gated": False, "normed": False}),
+    "width 2": (StateSpace, {"width": 2, "bias": False}),
+    "width 8": (StateSpace, {"width": 8}),
+    "one head": (StateSpace, {"heads": 1, "groups": 1, "norm_groups": 1, "channels": 16, "state_size": 16}),
+    "odd sizes": (StateSpace, {"heads": 6, "groups": 3, "norm_groups": 2, "channels": 80, "state_size": 48}),
+    "real size": (StateSpace, {"heads": 2, "groups": 1, "norm_groups": 1, "channels": 64, "state_size": 128}),
+    "LFM2": (ShortConv, {}),
+    "LFM2 with bias": (ShortConv, {"bias": True, "width": 4}),
+    "LFM2, many channels": (ShortConv, {"channels": 272}),
+}
+
+
+def make(name, **more):
+    """A layer of this name; more: fields."""
+    kind, fields = LAYERS[name]
+    return kind(**{**fields, **more})

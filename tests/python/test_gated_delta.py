@@ -1,80 +1,14 @@
-"""gated_delta beside its formulas in float64, what its bits depend on, and what it refuses."""
+"""gated_delta: slots, types, strides, extreme numbers, refusals. Formulas and more are in test_linear_attention.py."""
 
 import math
-import re
 
 import pytest
 import torch
-from common import DTYPES, KERNELS, assert_same_bits
-from gated_delta_data import CUTS, Layer, same_bits_of_kernels_and_threads, same_bits_when_cut, same_bits_with_guesses
+from common import KERNELS, assert_same_bits
+from gated_delta_data import Layer, assert_refused, off
+from state_space_data import make
 
 import w4a8
-
-LAYERS = {
-    "Qwen3.5": {},
-    "of real size": {"key_heads": 1, "value_heads": 2, "key_size": 128, "value_size": 128},
-    "three value heads": {"value_heads": 6},
-    "one head": {"key_heads": 1, "value_heads": 1, "key_size": 16, "value_size": 16},
-    "other values": {"key_size": 48, "value_size": 80},
-    "few values": {"key_size": 256, "value_size": 16},
-    "width 2": {"width": 2},
-    "width 3": {"width": 3},
-    "width 8": {"width": 8},
-    "sigmoid": {"gate": "sigmoid"},
-    "OLMo-Hybrid": {"beta_scale": 2.0, "key_size": 48, "value_size": 96},
-    "KDA": {"of_channels": True, "gate": "sigmoid", "key_heads": 2, "value_heads": 2, "value_size": 48},
-}
-
-
-def off(x, exact):
-    """The largest error, of the largest number."""
-    return ((x.double() - exact).abs().max() / exact.abs().max()).item()
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 64, 65, 200])
-@pytest.mark.parametrize("name", LAYERS)
-def test_is_near_its_formulas(name, tokens):
-    """A float32 that is multiplied a few hundred times is off by some 1e-6 of the largest."""
-    layer = Layer(**LAYERS[name])
-    inputs, states = layer.inputs(tokens), layer.states(3)
-    out = layer.call(inputs, states, [tokens], slots=[2], fresh=True)
-    expected, rows, state = layer.reference(inputs)
-    assert out.shape == expected.shape
-    assert off(out, expected) < 3e-6
-    assert off(states["state"][2], state) < 3e-6
-    assert torch.equal(states["conv_state"][2].double(), rows)
-    assert states["state"][:2].isnan().all()
-    assert states["conv_state"][:2].isnan().all()
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_goes_on_where_a_sequence_was(name):
-    layer = Layer(**LAYERS[name])
-    inputs, states = layer.inputs(40), layer.states(2, seed=3)
-    before = {key: part[1].clone() for key, part in states.items()}
-    out = layer.call(inputs, states, [40], slots=[1])
-    expected, rows, state = layer.reference(inputs, before["conv_state"], before["state"])
-    assert off(out, expected) < 3e-6
-    assert off(states["state"][1], state) < 3e-6
-    assert torch.equal(states["conv_state"][1].double(), rows)
-
-
-@pytest.mark.parametrize("name", ["Qwen3.5", "KDA", "width 8"])
-@pytest.mark.parametrize("cut", CUTS)
-def test_cuts_change_no_bit(name, cut):
-    same_bits_when_cut(Layer(**LAYERS[name], dtype=torch.float32), cut)
-
-
-@pytest.mark.parametrize("drafts", [0, 1, 3, 7])
-@pytest.mark.parametrize("name", LAYERS)
-def test_guessed_tokens_change_no_bit(name, drafts):
-    same_bits_with_guesses(Layer(**LAYERS[name]), drafts, torch.bfloat16 if drafts == 3 else None)
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_kernels_and_threads_change_no_bit(name):
-    layer = Layer(**LAYERS[name])
-    same_bits_of_kernels_and_threads(layer, layer.inputs(90))
 
 
 def test_neighbours_and_slots_change_no_bit():
@@ -102,23 +36,6 @@ def test_neighbours_and_slots_change_no_bit():
             assert_same_bits(state[others], before[key][others], key)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("state_dtype", DTYPES)
-@pytest.mark.parametrize("name", ["Qwen3.5", "KDA"])
-def test_types(dtype, state_dtype, name):
-    """Numbers of a narrower type are exact in the wider one: the same, rounded once more."""
-    narrow = Layer(**LAYERS[name], dtype=dtype)
-    inputs, states = narrow.inputs(20), narrow.states(1, state_dtype, seed=3)
-    wide = {key: part.float() for key, part in inputs.items()}
-    wide["qkv"] = wide["qkv"].to(state_dtype).float()
-    wide_states = {key: part.float().clone() for key, part in states.items()}
-    out = narrow.call(inputs, states, [20])
-    assert out.dtype == dtype
-    assert_same_bits(out, narrow.call(wide, wide_states, [20]).to(dtype))
-    assert_same_bits(states["state"], wide_states["state"])
-    assert_same_bits(states["conv_state"], wide_states["conv_state"].to(state_dtype))
-
-
 def test_types_of_inputs_may_differ():
     layer = Layer()
     inputs = layer.inputs(9)
@@ -129,7 +46,7 @@ def test_types_of_inputs_may_differ():
 @pytest.mark.parametrize("name", ["Qwen3.5", "KDA"])
 def test_strides(name):
     """Parts of one projection, pages of a server, and the cache of transformers, whose rows are one longer."""
-    layer = Layer(**LAYERS[name])
+    layer = make(name)
     plain, before = layer.inputs(30), layer.states(3, seed=2)
     expected_states = {key: part.clone() for key, part in before.items()}
     expected = layer.call(plain, expected_states, [10, 20], slots=[2, 0])
@@ -215,17 +132,6 @@ def test_not_finite(name, channel, heads, end):
         seen[5:end, heads] = True
         assert torch.equal(out.isnan().any(-1), seen)
         assert_same_bits(out[~seen], expected[~seen], kernel)
-
-
-def test_nothing_to_do():
-    layer = Layer()
-    states = layer.states(2, seed=1)
-    before = {key: part.clone() for key, part in states.items()}
-    # The slots of sequences without tokens are not looked at.
-    assert layer.call(layer.inputs(0), states, [0, 0], slots=[-1, 7], fresh=[True, False]).shape == (0, 128)
-    assert layer.call(layer.inputs(0), states, []).shape == (0, 128)
-    for key, part in states.items():
-        assert_same_bits(part, before[key])
 
 
 ints = lambda *numbers: torch.tensor(numbers, dtype=torch.int32)  # noqa: E731
@@ -316,15 +222,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("change, message", REFUSED)
 def test_refuses(change, message):
-    layer = Layer()
-    states = layer.states(3, seed=1)
-    before = {key: part.clone() for key, part in states.items()}
-    with pytest.raises(RuntimeError) as caught:
-        w4a8.gated_delta(**{**layer.arguments(layer.inputs(5), states, [2, 3]), **change})
-    assert message in str(caught.value)
-    assert str(caught.value).startswith("w4a8::gated_delta: ")
-    for key, part in states.items():
-        assert_same_bits(part, before[key])
+    assert_refused(Layer(), change, message)
 
 
 @pytest.mark.parametrize("name", ["slots", "query_start_loc", "fresh", "out_slots", "accepted"])
@@ -336,18 +234,6 @@ def test_numbers_in_the_memory_that_is_written(name):
     given[name] = memory[: given[name].numel()].copy_(given[name].flatten()).view(given[name].shape)
     with pytest.raises(RuntimeError, match=f"{name} lies in the memory of state, which is written, expected other mem"):
         w4a8.gated_delta(**given)
-
-
-@pytest.mark.parametrize("name", ["qkv", "norm", "state"])
-def test_refuses_gradients(name):
-    layer = Layer()
-    given = layer.arguments(layer.inputs(5), layer.states(1), [5], fresh=True)
-    given[name] = given[name].clone().requires_grad_()
-    message = f"{name} requires gradients, which a state does not keep, expected torch.no_grad()"
-    with pytest.raises(RuntimeError, match=re.escape(message)):
-        w4a8.gated_delta(**given)
-    with torch.no_grad():
-        assert not w4a8.gated_delta(**given).requires_grad
 
 
 def test_inputs_are_only_read():
@@ -378,14 +264,3 @@ def test_compile(dynamic):
         assert_same_bits(compiled(layer.inputs(tokens), states), expected)
         for key, part in states.items():
             assert_same_bits(part, expected_states[key])
-
-
-@pytest.mark.sweep
-def test_a_long_text_does_not_drift():
-    layer = Layer(key_heads=1, value_heads=2, key_size=128)
-    tokens = 32768
-    inputs, states = layer.inputs(tokens), layer.states(1)
-    out = layer.call(inputs, states, [tokens], fresh=True)
-    expected, _, state = layer.reference(inputs)
-    assert off(out[-1000:], expected[-1000:]) < 1e-5
-    assert off(states["state"][0], state) < 1e-5

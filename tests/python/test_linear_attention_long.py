@@ -23,7 +23,7 @@ LAYERS = {
 # different tokens are independent, so their squares add up, and those of a token fade by the square of each decay
 # behind it: half as many as are remembered count.
 BOUND = 2**-24 * (3 * REMEMBERED / 2) ** 0.5
-# What the operator rounds behind the state: as of 200 tokens in test_gated_delta.py and test_state_space.py.
+# What the operator rounds behind the state: as of 200 tokens in test_linear_attention.py.
 BEHIND = 3e-6
 
 

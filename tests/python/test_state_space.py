@@ -1,82 +1,12 @@
-"""state_space and short_conv beside their formulas in float64, what their bits depend on, and what they refuse. What
-they share with gated_delta is in test_gated_delta.py."""
+"""state_space and short_conv: types, strides, NaN, refusals. Formulas and more are in test_linear_attention.py."""
 
 import math
-import re
 
 import pytest
 import torch
 from common import DTYPES, assert_same_bits
-from gated_delta_data import CUTS, part_of, same_bits_of_kernels_and_threads, same_bits_when_cut, same_bits_with_guesses
-from state_space_data import ShortConv, StateSpace
-
-import w4a8
-
-LAYERS = {
-    "Nemotron-3": (StateSpace, {}),
-    "Granite 4": (StateSpace, {"groups": 1, "norm_groups": 1}),
-    "Falcon-H1": (StateSpace, {"groups": 1, "normed": False, "state_size": 256, "channels": 16, "norm_groups": 1}),
-    "norm first": (StateSpace, {"norm_first": True, "norm_groups": 1}),
-    "no gate": (StateSpace, {"gated": False}),
-    "nothing behind": (StateSpace, {"gated": False, "normed": False}),
-    "width 2": (StateSpace, {"width": 2, "bias": False}),
-    "width 8": (StateSpace, {"width": 8}),
-    "one head": (StateSpace, {"heads": 1, "groups": 1, "norm_groups": 1, "channels": 16, "state_size": 16}),
-    "odd sizes": (StateSpace, {"heads": 6, "groups": 3, "norm_groups": 2, "channels": 80, "state_size": 48}),
-    "real size": (StateSpace, {"heads": 2, "groups": 1, "norm_groups": 1, "channels": 64, "state_size": 128}),
-    "LFM2": (ShortConv, {}),
-    "LFM2 with bias": (ShortConv, {"bias": True, "width": 4}),
-    "LFM2, many channels": (ShortConv, {"channels": 272}),
-}
-
-
-def make(name, **more):
-    kind, fields = LAYERS[name]
-    return kind(**{**fields, **more})
-
-
-def off(x, exact):
-    """The largest error, of the largest number."""
-    return ((x.double() - exact).abs().max() / exact.abs().max()).item()
-
-
-def check(layer, tokens, **before):
-    inputs, states = layer.inputs(tokens), layer.states(3, **before)
-    given = {key: part[2].clone() for key, part in states.items()} if before else {}
-    out = layer.call(inputs, states, [tokens], slots=[2], fresh=not before)
-    expected, rows, *state = layer.reference(inputs, *given.values())
-    assert out.shape == expected.shape
-    assert off(out, expected) < 3e-6
-    assert torch.equal(states["conv_state"][2].double(), rows)
-    for left in state:
-        assert off(states["state"][2], left) < 3e-6
-    return states
-
-
-@pytest.mark.parametrize("tokens", [1, 2, 64, 65, 200])
-@pytest.mark.parametrize("name", LAYERS)
-def test_is_near_its_formulas(name, tokens):
-    states = check(make(name), tokens)
-    for part in states.values():
-        assert part[:2].isnan().all()
-
-
-@pytest.mark.parametrize("tokens", [1, 40])
-@pytest.mark.parametrize("name", LAYERS)
-def test_goes_on_where_a_sequence_was(name, tokens):
-    check(make(name), tokens, seed=3)
-
-
-@pytest.mark.parametrize("name", ["Nemotron-3", "width 8", "LFM2"])
-@pytest.mark.parametrize("cut", CUTS)
-def test_cuts_change_no_bit(name, cut):
-    same_bits_when_cut(make(name), cut)
-
-
-@pytest.mark.parametrize("drafts", [0, 1, 3, 7])
-@pytest.mark.parametrize("name", LAYERS)
-def test_guessed_tokens_change_no_bit(name, drafts):
-    same_bits_with_guesses(make(name), drafts, torch.bfloat16 if drafts == 3 else None)
+from gated_delta_data import assert_refused, part_of
+from state_space_data import ShortConv, StateSpace, make
 
 
 def test_a_call_that_is_cut():
@@ -95,35 +25,10 @@ def test_a_call_that_is_cut():
         assert_same_bits(part, whole[key], key)
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_kernels_threads_and_neighbours_change_no_bit(name):
-    layer = make(name)
-    inputs = layer.inputs(90)
-    expected_out, *expected_states = same_bits_of_kernels_and_threads(layer, inputs)
-    states = layer.states(4)
-    for key, part in layer.states(2, seed=5).items():
-        states[key][3] = part[0]
-    turned = {key: None if part is None else torch.cat([part[1:], part[:1]]) for key, part in inputs.items()}
-    out = layer.call(turned, states, [89, 1], slots=[1, 3], fresh=[True, False])
-    assert_same_bits(torch.cat([out[89:], out[:89]]), expected_out)
-    for (key, part), expected in zip(states.items(), expected_states):
-        assert_same_bits(part[[3, 1]], expected, key)
-        assert part[[0, 2]].isnan().all()
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("state_dtype", DTYPES)
-def test_types(dtype, state_dtype):
-    """Numbers of a narrower type are exact in the wider one: the same, rounded once more."""
-    narrow = StateSpace(dtype=dtype)
-    inputs, states = narrow.inputs(20), narrow.states(1, state_dtype, seed=3)
-    wide = {key: part.float() for key, part in inputs.items()}
-    wide["xbc"] = wide["xbc"].to(state_dtype).float()
-    wide_states = {key: part.float().clone() for key, part in states.items()}
-    out = narrow.call(inputs, states, [20])
-    assert out.dtype == dtype
-    assert_same_bits(out, narrow.call(wide, wide_states, [20]).to(dtype))
-    assert_same_bits(states["state"], wide_states["state"])
+def test_types_of_short_convolutions(dtype, state_dtype):
+    """A product that the convolution takes is rounded to the type of the state."""
     short = ShortConv(dtype=dtype)
     bcx = short.inputs(20)["bcx"]
     out = short.call({"bcx": bcx}, short.states(1, state_dtype), [20], fresh=True)
@@ -163,17 +68,6 @@ def test_not_finite():
     seen[5:12, :128] = True
     assert torch.equal(out.isnan(), seen)
     assert_same_bits(out[~seen], expected[~seen])
-
-
-def test_nothing_to_do():
-    for name in ("Nemotron-3", "LFM2"):
-        layer = make(name)
-        states = layer.states(2, seed=1)
-        before = {key: part.clone() for key, part in states.items()}
-        out = layer.call(layer.inputs(0), states, [0, 0], slots=[-1, 7], fresh=[True, False])
-        assert len(out) == 0
-        for key, part in states.items():
-            assert_same_bits(part, before[key])
 
 
 REFUSED = [
@@ -221,36 +115,4 @@ REFUSED = [
 
 @pytest.mark.parametrize("name, change, message", REFUSED)
 def test_refuses(name, change, message):
-    layer = make(name)
-    states = layer.states(3, seed=1)
-    before = {key: part.clone() for key, part in states.items()}
-    operator = w4a8.state_space if isinstance(layer, StateSpace) else w4a8.short_conv
-    with pytest.raises(RuntimeError) as caught:
-        operator(**{**layer.arguments(layer.inputs(5), states, [2, 3]), **change})
-    assert message in str(caught.value)
-    assert str(caught.value).startswith(f"w4a8::{operator.__name__}: ")
-    for key, part in states.items():
-        assert_same_bits(part, before[key])
-
-
-@pytest.mark.parametrize(("name", "argument"), [("Nemotron-3", "xbc"), ("Nemotron-3", "d"), ("LFM2", "bcx")])
-def test_refuses_gradients(name, argument):
-    layer = make(name)
-    operator = w4a8.state_space if isinstance(layer, StateSpace) else w4a8.short_conv
-    given = layer.arguments(layer.inputs(5), layer.states(1), [5], fresh=True)
-    given[argument] = given[argument].clone().requires_grad_()
-    message = f"{argument} requires gradients, which a state does not keep, expected torch.no_grad()"
-    with pytest.raises(RuntimeError, match=re.escape(message)):
-        operator(**given)
-    with torch.no_grad():
-        assert not operator(**given).requires_grad
-
-
-@pytest.mark.sweep
-def test_a_long_text_does_not_drift():
-    layer = StateSpace(heads=2, groups=1, norm_groups=1)
-    inputs, states = layer.inputs(32768), layer.states(1)
-    out = layer.call(inputs, states, [32768], fresh=True)
-    expected, _, state = layer.reference(inputs)
-    assert off(out[-1000:], expected[-1000:]) < 1e-5
-    assert off(states["state"][0], state) < 1e-5
+    assert_refused(make(name), change, message)

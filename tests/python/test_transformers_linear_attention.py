@@ -126,18 +126,24 @@ def test_nemotron_h(groups):
     assert_near(got, expected)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("normed", [False, True])
-def test_falcon_h1(normed):
+def falcon_h1(groups, normed, norm_first):
+    """A layer, and its config."""
     from transformers.models.falcon_h1 import modeling_falcon_h1 as module
     from transformers.models.falcon_h1.configuration_falcon_h1 import FalconH1Config
 
     config = FalconH1Config(
-        hidden_size=48, mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_d_state=64, mamba_n_groups=1,
-        mamba_chunk_size=16, mamba_rms_norm=normed, mamba_norm_before_gate=False, num_hidden_layers=1,
+        hidden_size=48, mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_d_state=64, mamba_n_groups=groups,
+        mamba_chunk_size=16, mamba_rms_norm=normed, mamba_norm_before_gate=norm_first, num_hidden_layers=1,
     )  # fmt: skip
     layer = module.FalconH1Mixer(config, 0)
     layer.register_buffer("mup_vector", module.compute_mup_vector(config))
+    return layer, config
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("normed", [False, True])
+def test_falcon_h1(normed):
+    layer, config = falcon_h1(1, normed, False)
     hidden, expected = core(layer)
     z, xbc, dt = (layer.in_proj(hidden * layer.ssm_in_multiplier) * layer.mup_vector[0]).split([128, 256, 4], 1)
     got = w4a8.state_space(
@@ -151,17 +157,9 @@ def test_falcon_h1(normed):
 @torch.no_grad()
 def test_the_norm_of_falcon_h1_before_its_gate():
     """The layer as its operator runs it, with two groups of the norm."""
-    from transformers.models.falcon_h1 import modeling_falcon_h1 as module
-    from transformers.models.falcon_h1.configuration_falcon_h1 import FalconH1Config
-
     from w4a8.integrations.transformers.linear_attention import _StateSpace
 
-    config = FalconH1Config(
-        hidden_size=48, mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_d_state=64, mamba_n_groups=2,
-        mamba_chunk_size=16, mamba_rms_norm=True, mamba_norm_before_gate=True, num_hidden_layers=1,
-    )  # fmt: skip
-    layer = module.FalconH1Mixer(config, 0)
-    layer.register_buffer("mup_vector", module.compute_mup_vector(config))
+    layer, _ = falcon_h1(2, True, True)
     hidden, _ = core(layer)
     assert_near(_StateSpace(layer)(hidden[None]), layer(hidden[None]))
 
