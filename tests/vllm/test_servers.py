@@ -66,6 +66,19 @@ def test_replicas_answer_as_one_engine(tmp_path):
     assert len(re.findall(r"w4a8: all \d+ layers run in one call", said)) == 2
 
 
+def test_a_killed_server_leaves_no_engine(tmp_path):
+    log = tmp_path / "serve.log"
+    with serving(SERVE, with_tokenizer(tmp_path / "model"), log) as (_, process):
+        assert len(processes_of(process.pid)) > 1
+        process.kill()
+        process.wait()
+        killed = time.monotonic()
+        while processes_of(process.pid) and time.monotonic() < killed + 60:
+            time.sleep(0.1)
+    assert not processes_of(process.pid)
+    assert "w4a8: the process that asks the engine has ended" in log.read_text()
+
+
 @pytest.mark.parametrize("idle", [False, True], ids=["in the middle of an answer", "idle"])
 def test_a_killed_rank_ends_the_server(idle, tmp_path):
     """Before that, answers are those of the server asked alone."""

@@ -7,6 +7,7 @@ the threads of the first are bound afterwards.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import threading
 from collections.abc import Callable
@@ -48,6 +49,9 @@ class InProcess(UniProcExecutor):
             name = f"{__name__}.{InProcess.__name__}"
             what = "stages, several machines or transferred caches"
             raise ValueError(f"distributed_executor_backend {name} is not for {what}: use mp")
+        asks = multiprocessing.parent_process()
+        if asks is not None and multiprocessing.current_process().name.startswith("EngineCore"):
+            threading.Thread(target=_end_with, args=(asks.sentinel,), daemon=True).start()
         self._thread = threading.get_ident()
         self.driver_worker, self.workers, self.is_failed, self.failure_callback = None, [], False, None
         self._place, self.rpc_broadcast_mq = super()._distributed_args(), None
@@ -171,6 +175,13 @@ class InProcess(UniProcExecutor):
         MultiprocExecutor.shutdown(self)
         if threading.get_ident() == self._thread:
             super().shutdown()
+
+
+def _end_with(sentinel: int) -> None:
+    """Ends the engine's process if the one that asks it has ended, which vLLM does not: it would keep its memory."""
+    connection.wait([sentinel])
+    logger().error("w4a8: the process that asks the engine has ended: the engine ends, too")
+    hosts.end()
 
 
 def _end_after(sentinels: list[int], waits_for_none: threading.Event) -> None:
