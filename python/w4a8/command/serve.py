@@ -185,7 +185,8 @@ def _check_ranks(path: Path, sizes: Mapping[str, Any], rest: Sequence[str], cach
     """Says what several ranks cannot do before anything is loaded. ``cache``: GiB of each rank.
 
     Raises:
-        ValueError: heads, groups or blocks cannot be cut, or a NUMA node has not the memory for its ranks.
+        ValueError: heads, groups or blocks cannot be cut, stages are not compiled, or a NUMA node has not the memory
+            for its ranks.
     """
     (tensor, stages, _), here, nodes = _parallel(rest), _ranks(rest), machine.node_memory()
     whole_experts = bool({"--enable-expert-parallel", "--enable_expert_parallel", "-ep"} & {*rest})
@@ -194,6 +195,9 @@ def _check_ranks(path: Path, sizes: Mapping[str, Any], rest: Sequence[str], cach
         problem = cuts.heads_problem(sizes, tensor) or cuts.down_problem(path, tensor, whole_experts)
     if problem:
         raise ValueError(f"--tensor-parallel-size is {tensor}, but {problem}")
+    if stages > 1 and (_EAGER in rest or shutil.which(_compiler()) is None):
+        needed = f"torch.compile: a C++ compiler ({_compiler()}), and no {_EAGER}"
+        raise ValueError(f"--pipeline-parallel-size is {stages}, for which vLLM needs {needed}")
     if here < 2 or not nodes or not _quantized(path) or os.environ.get("W4A8_MEMORY") == "map":
         return
     files = GGUFFile(path).paths if is_gguf(path) else path.glob("*.safetensors")

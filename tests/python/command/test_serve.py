@@ -141,7 +141,10 @@ def test_without_a_compiler(tmp_path, started, capsys, monkeypatch):
     assert [arguments.count("--enforce-eager") for arguments, _ in started] == [1, 1]
     said = "# torch.compile needs a C++ compiler, and there is no no-such-compiler: --enforce-eager"
     assert capsys.readouterr().out.splitlines().count(said) == 1
+    needed = "--pipeline-parallel-size is 2, for which vLLM needs torch.compile: a C++ compiler"
+    assert main(["serve", folder, "-pp", "2"]) == 1 and needed in capsys.readouterr().err
     monkeypatch.delenv("CXX")
+    assert main(["serve", folder, "-pp", "2", "--enforce-eager"]) == 1 and needed in capsys.readouterr().err
     monkeypatch.setattr(shutil, "which", lambda name: None)
     main(["serve", folder])
     assert "there is no g++:" in capsys.readouterr().out
@@ -349,12 +352,12 @@ def test_the_way_to_another_machine(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     assert network.towards("127.0.0.1") == network.towards("no host") == network.towards("") == {}
     monkeypatch.setattr(socket.socket, "getsockname", lambda probe: ("10.0.0.2", 1))
-    monkeypatch.setattr(network, "_addresses", lambda probe, name: {"10.0.0.2"} if name == "eth1" else set())
-    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "eth1")])
+    found = [("lo", "127.0.0.1"), ("eth0", "10.0.0.3"), ("eth1", "10.0.0.2")]
+    monkeypatch.setattr(network, "_addresses", lambda probe: found)
     assert network.towards("127.0.0.1") == {network.ADDRESS: "10.0.0.2", network.INTERFACE: "eth1"}
     monkeypatch.setenv(network.INTERFACE, "eth0")
     assert network.towards("127.0.0.1") == {network.ADDRESS: "10.0.0.2"}
-    monkeypatch.setattr(socket, "if_nameindex", list)
+    found.clear()
     monkeypatch.delenv(network.INTERFACE)
     assert network.towards("127.0.0.1") == {network.ADDRESS: "10.0.0.2"}
 
@@ -375,17 +378,15 @@ def test_the_way_to_an_address_of_ipv6(monkeypatch, tmp_path):
             return ("fd00::2", 1, 0, 0)
 
     monkeypatch.setattr(socket, "socket", Probe)
-    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth1")])
     (tmp_path / "addresses").write_text(f"{'0' * 31}1 01 80 10 80 lo\nfd{'0' * 29}2 04 40 00 80 eth1\n")
     monkeypatch.setattr(network, "_ADDRESSES", tmp_path / "addresses")
     assert network.towards("fd00::1") == {network.ADDRESS: "fd00::2", network.INTERFACE: "eth1"}
     assert asked == [socket.AF_INET, socket.AF_INET6]
 
 
-def test_addresses_of_an_interface():
+def test_addresses_of_interfaces():
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        assert network._addresses(probe, "lo") - {"::1"} == {"127.0.0.1"}
-        assert network._addresses(probe, "no such one") == set()
+        assert {address for name, address in network._addresses(probe) if name == "lo"} - {"::1"} == {"127.0.0.1"}
 
 
 def test_dry_run(tmp_path, started, capsys):

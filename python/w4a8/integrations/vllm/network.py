@@ -6,6 +6,7 @@ import fcntl
 import os
 import socket
 import struct
+from collections.abc import Iterator
 from contextlib import suppress
 
 ADDRESS = "VLLM_HOST_IP"  # vLLM's own choice is the default route's
@@ -24,7 +25,7 @@ def towards(host: str) -> dict[str, str]:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect((host, 9))  # sends nothing
                 address = probe.getsockname()[0]
-                names = [name for _, name in socket.if_nameindex() if address in _addresses(probe, name)]
+                names = [name for name, found in _addresses(probe) if found == address]
         except OSError:
             continue
         if address == "::1" or address.startswith("127."):
@@ -34,13 +35,12 @@ def towards(host: str) -> dict[str, str]:
     return {}
 
 
-def _addresses(probe: socket.socket, interface: str) -> set[str]:
-    found = set()
-    with suppress(OSError):  # none
-        place = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()))
-        found.add(socket.inet_ntoa(place[20:24]))
+def _addresses(probe: socket.socket) -> Iterator[tuple[str, str]]:
+    """Interfaces, and an address of each."""
+    for _, name in socket.if_nameindex():
+        with suppress(OSError):  # none
+            place = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            yield name, socket.inet_ntoa(place[20:24])
     with suppress(OSError), open(_ADDRESSES) as lines:
         for number, *_, name in map(str.split, lines):
-            if name == interface:
-                found.add(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(number)))
-    return found
+            yield name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(number))
