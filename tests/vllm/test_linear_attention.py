@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from layers import rank  # noqa: F401
+from test_mamba import GUESSES, HEADS, HIDDEN, LENGTHS, NAME, SLOTS, TOKENS, run, tokens
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import override_forward_context
 from vllm.model_executor.layers.mamba import mamba_utils
@@ -14,9 +15,7 @@ from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadata
 
 from w4a8.integrations.vllm import linear_attention
 
-NAME, HIDDEN, HEADS, K, SLOTS, GUESSES = "model.layers.0.linear_attn", 64, 4, 64, 16, 2
-LENGTHS = (1, 1, 70, 5)  # two single tokens, a prompt that begins, and one that goes on
-TOKENS = sum(LENGTHS)
+K = 64
 
 
 @pytest.fixture
@@ -82,26 +81,6 @@ def attach(layer):
     model.layer, model.load_weights = layer, lambda weights: None
     linear_attention.attach(model, None, None)
     return model
-
-
-def run(layer, steps, x):
-    """Outputs of steps, and states behind them: [tokens, HIDDEN], conv_state, state. Begins with the layer's states."""
-    before = [each.clone() for each in layer.kv_cache]
-    outputs = []
-    for metadata in steps:
-        context = SimpleNamespace(no_compile_layers={NAME: layer}, attn_metadata=metadata and {NAME: metadata})
-        count = metadata.num_actual_tokens
-        with override_forward_context(context), torch.no_grad():
-            outputs.append(layer(x[:count]))
-        x = x[count:]
-    states = [each.clone() for each in layer.kv_cache]
-    for each, old in zip(layer.kv_cache, before):
-        each.copy_(old)
-    return torch.cat(outputs), *states
-
-
-def tokens(dtype, count=TOKENS):
-    return torch.randn(count, HIDDEN, generator=torch.Generator().manual_seed(1)).to(dtype)
 
 
 @pytest.mark.parametrize("interleaved", [False, True])

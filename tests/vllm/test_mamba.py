@@ -114,7 +114,7 @@ def run(layer, steps, x):
     """Outputs of steps, and states behind them: [tokens, HIDDEN], the states. Begins with the layer's states."""
     before, outputs = [each.clone() for each in layer.kv_cache], []
     for metadata in steps:
-        count = metadata.num_decode_tokens + metadata.num_prefill_tokens
+        count = getattr(metadata, "num_actual_tokens", metadata.num_decode_tokens + metadata.num_prefill_tokens)
         outputs.append(call(layer, metadata, x[:count]))
         x = x[count:]
     states = [each.clone() for each in layer.kv_cache]

@@ -1,5 +1,6 @@
 """When the plugin takes over and when it does not. Needs vLLM's modules, but no engine."""
 
+import logging
 import os
 import pickle
 import pkgutil
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from contextlib import contextmanager
 
 import pytest
 import tool_formats
@@ -405,19 +407,23 @@ def test_what_vllm_says_once_is_still_to_be_said():
     } == stock  # of modules that only the self-test needs, perhaps more
 
 
-def test_silence_is_of_one_thread(monkeypatch):
-    """What others log meanwhile is logged, and only errors of this one are."""
-    import logging
+@contextmanager
+def messages_of(name):
+    """What this logger of vLLM says."""
+    messages, handler, base = [], logging.Handler(), logging.getLogger(name)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    base.addHandler(handler)
+    try:
+        yield messages
+    finally:
+        base.removeHandler(handler)
 
+
+def test_silence_is_of_one_thread():
+    """What others log meanwhile is logged, and only errors of this one are."""
     from vllm.logger import init_logger
 
     from w4a8.integrations.vllm.log import logger, silence
-
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    base = logging.getLogger("vllm")
-    base.addHandler(handler)
 
     def say(who):
         for log in (init_logger("vllm.other"), logger()):
@@ -425,7 +431,7 @@ def test_silence_is_of_one_thread(monkeypatch):
             log.warning_once("once, of %s", who)
             log.error("an error of %s", who)
 
-    try:
+    with messages_of("vllm") as messages:
         with silence():
             say("this thread")
             other = threading.Thread(target=say, args=("another",))
@@ -433,8 +439,6 @@ def test_silence_is_of_one_thread(monkeypatch):
             other.join()
         here, messages[:] = list(messages), []
         say("this thread")
-    finally:
-        base.removeHandler(handler)
     error, warning, once = ("an error of %s", "a warning of %s", "once, of %s")
     assert here == [error % "this thread"] * 2 + [text % "another" for text in (warning, once, error)] * 2
     assert messages == [text % "this thread" for text in (warning, once, error)] * 2
@@ -451,23 +455,14 @@ def test_imports_nothing_by_itself():
 
 def test_what_is_said_once_is_said_once():
     """However much vLLM says in between."""
-    import logging
-
     from vllm.logger import init_logger
 
     from w4a8.integrations.vllm.log import logger
 
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    base = logging.getLogger("vllm.w4a8")
-    base.addHandler(handler)
-    try:
+    with messages_of("vllm.w4a8") as messages:
         for _ in range(2):
             logger().warning_once("w4a8: %s of the test", "one")
             for number in range(200):
                 init_logger("vllm.other").warning_once("%d of the test", number)
         logger().warning_once("w4a8: %s of the test", "another")
-    finally:
-        base.removeHandler(handler)
     assert messages == ["w4a8: one of the test", "w4a8: another of the test"]

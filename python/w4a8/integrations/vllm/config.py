@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 from vllm.model_executor.models.utils import WeightsMapper
 
 from w4a8.formats import NotRead, Scheme
-from w4a8.formats.checks import check_consecutive
+from w4a8.formats.checks import FLOAT_TYPES, check_consecutive
+from w4a8.formats.packed_directory import METHOD
 from w4a8.integrations.vllm.linear_layers import lm_head_method, received
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.moe import ReceivedExperts, experts_method
@@ -66,6 +68,28 @@ def unquantized(layer: torch.nn.Module) -> Any:
     if isinstance(layer, RoutedExperts):
         return UnquantizedFusedMoEMethod(layer.moe_config)
     return UnquantizedEmbeddingMethod() if isinstance(layer, ParallelLMHead) else UnquantizedLinearMethod()
+
+
+class OwnConfig(QuantizationConfig):
+    """A base of configurations that vLLM does not have. Without another word they are of the method ``w4a8``."""
+
+    def get_name(self) -> str:
+        """Of the method in vLLM."""
+        return METHOD
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """CPUs have no such number."""
+        return -1
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """No files are needed."""
+        return []
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Each type that the operators have."""
+        return list(FLOAT_TYPES)
 
 
 class RunsLayersHere:
@@ -126,7 +150,7 @@ class RunsLayersHere:
         """The types of the operators; upstream's types if weight-only models are left to vLLM."""
         if not runs_w4a16():
             return super().get_supported_act_dtypes()
-        return [torch.float16, torch.bfloat16, torch.float32]
+        return list(FLOAT_TYPES)
 
 
 class _ChecksOrder(WeightsMapper):

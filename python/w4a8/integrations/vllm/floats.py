@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
 from w4a8.core.float8_scales import E4M3
@@ -19,7 +18,7 @@ from w4a8.formats.checks import FLOAT_TYPES, Tensors, take, take_bias
 from w4a8.formats.float8 import Float8Scheme, has_float8, is_mixed, rules_with_float8
 from w4a8.formats.format import Format, Part
 from w4a8.formats.packed_directory import METHOD
-from w4a8.integrations.vllm.config import RunsLayersHere, unquantized
+from w4a8.integrations.vllm.config import OwnConfig, RunsLayersHere, unquantized
 from w4a8.integrations.vllm.linear_layers import lm_head_method
 from w4a8.integrations.vllm.log import logger
 from w4a8.integrations.vllm.settings import rounding
@@ -98,24 +97,10 @@ def _floats(scheme: Float8Scheme, tensors: Tensors, name: str) -> torch.Tensor:
         raise ValueError(f"w4a8: {error}") from None
 
 
-class W4A8FloatsConfig(RunsLayersHere, QuantizationConfig):
+class W4A8FloatsConfig(RunsLayersHere, OwnConfig):
     """Rounds linear layers and experts; routers stay floats; ``lm_head`` is the setting of output layers."""
 
     w4a8_says = "float"
-
-    def get_name(self) -> str:
-        """Of the method in vLLM."""
-        return METHOD
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        """CPUs have no such number."""
-        return -1
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        """No files are needed."""
-        return []
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
@@ -139,10 +124,6 @@ class W4A8FloatsConfig(RunsLayersHere, QuantizationConfig):
                 "here then, and the floats in vLLM"
             )
         return METHOD
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Each type that the operators have."""
-        return [torch.float16, torch.bfloat16, torch.float32]
 
     def scheme_of_layer(self, layer: torch.nn.Module, prefix: str) -> Scheme | NotRead:
         """As :meth:`RunsLayersHere.scheme_of_layer`."""

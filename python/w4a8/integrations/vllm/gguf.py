@@ -26,7 +26,6 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 
 from w4a8.checkpoint.gguf_file import gguf_in
 from w4a8.checkpoint.gguf_linear import GGUFLinears
-from w4a8.checkpoint.gguf_names import Source
 from w4a8.core.json_fields import read_json
 from w4a8.core.memory import on_cpu
 from w4a8.core.threads import call_each
@@ -44,7 +43,7 @@ from w4a8.integrations.vllm.gguf_folder import (
 )
 from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod
 from w4a8.integrations.vllm.products import products_of
-from w4a8.integrations.vllm.pulled import Pulled, PulledConfig, PulledExperts, pulled_layers
+from w4a8.integrations.vllm.pulled import FromFiles, Pulled, PulledConfig, name_in_vllm, pulled_layers
 from w4a8.integrations.vllm.settings import read_arguments, say_int8
 
 FLOATS_AT_ONCE = 1 << 22
@@ -146,7 +145,7 @@ class W4A8GGUFConfig(PulledConfig):
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         """As above; says what becomes of activations."""
         method = super().get_quant_method(layer, prefix)
-        if isinstance(getattr(method, "filler", None), (Pulled, PulledExperts)):
+        if isinstance(getattr(method, "filler", None), FromFiles):
             say_int8("GGUF")
         return method
 
@@ -183,15 +182,12 @@ class _Filled:
     def __init__(self, model: torch.nn.Module, linears: GGUFLinears, dtype: torch.dtype, is_head: bool = False) -> None:
         self.model, self.linears = model, linears
         self.dtype = torch.float32 if is_head else dtype  # of parameters that vLLM renames when it loads them
-        self.file, mapper = linears.file, getattr(model, "hf_to_vllm_mapper", None)
-        self.sources: list[tuple[Source, str]] = []  # with the names in vLLM
+        self.file = linears.file
         sources, heads = sources_of_file(str(linears.file.paths[0]))
         if is_head:  # beside the embeddings and the output layer of the model
             ends = ("embed_tokens.weight", "lm_head.weight")
             sources = {name: source for name, source in sources.items() if name.endswith(ends)} | heads
-        for source in sources.values():
-            name = source.checkpoint
-            self.sources.append((source, name if mapper is None else mapper.get_rename_mapper().map_name(name)))
+        self.sources = [(source, name_in_vllm(model, source.checkpoint)) for source in sources.values()]
         self.here = dict(model.named_modules())
 
     def fill(self, is_tied: bool) -> None:

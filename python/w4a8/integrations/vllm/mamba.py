@@ -76,13 +76,9 @@ def _kv_cache_spec(self: Any, vllm_config: Any) -> Any:
 
 def weights_of(layer: Any) -> dict[str, torch.Tensor | None]:
     """The weights that ``state_space`` or ``short_conv`` takes, as float32; made once."""
-    if getattr(layer, "w4a8_weights", None) is None:
-        layer.w4a8_weights = _short_conv_weights(layer) if hasattr(layer, "conv") else _state_space_weights(layer)
+    if layer.w4a8_weights is None:
+        layer.w4a8_weights = _convolution(layer.conv) if hasattr(layer, "conv") else _state_space_weights(layer)
     return layer.w4a8_weights
-
-
-def _short_conv_weights(layer: Any) -> dict[str, torch.Tensor | None]:
-    return _convolution(layer.conv)
 
 
 def _state_space_weights(layer: Any) -> dict[str, torch.Tensor | None]:

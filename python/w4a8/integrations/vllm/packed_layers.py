@@ -24,7 +24,7 @@ from w4a8.core.weight import ExpertWeights, Floats, Weight
 from w4a8.formats.packed_directory import EMBEDDINGS, METHOD, is_packed
 from w4a8.integrations.vllm.embeddings import pack_embeddings
 from w4a8.integrations.vllm.floats import W4A8FloatsConfig, floats_of
-from w4a8.integrations.vllm.pulled import PulledConfig, pulled_layers
+from w4a8.integrations.vllm.pulled import PulledConfig, name_in_vllm, pulled_layers
 
 ROWS_AT_ONCE = 1 << 12  # of embeddings
 
@@ -48,27 +48,16 @@ class W4A8PackedConfig(PulledConfig):
         made.stated = json.dumps({key: config.get(key) for key in ("quant_method", "format", "version", "packed")})
         return made
 
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        """No files are needed."""
-        return []
-
-    def get_name(self) -> str:
-        """Of the method in vLLM."""
-        return METHOD
-
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """Reads the headers of the files (upstream's contract).
 
         Raises:
             ValueError: ``model_name`` is no local directory of packed weights that this can read.
         """
+        text = getattr(hf_config, "text_config", None) or hf_config
         _opened.cache_clear()
         self.path, source = model_name, _opened(model_name, self.stated)
-        self.keys_are_values = any(
-            getattr(config, "attention_k_eq_v", False)
-            for config in (hf_config, getattr(hf_config, "text_config", None))
-        )
+        self.keys_are_values = getattr(text, "attention_k_eq_v", False)
         for key in source.keys:
             if key.endswith(".weight"):
                 self.matrices[key.removesuffix(".weight")] = (key,)
@@ -106,17 +95,11 @@ class W4A8MethodConfig(W4A8FloatsConfig):
         return W4A8PackedConfig.from_config(config) if is_packed(config) else cls()
 
 
-def _mapped(model: torch.nn.Module, key: str) -> str:
-    """The name in vLLM's model of a tensor."""
-    mapper = getattr(model, "hf_to_vllm_mapper", None)
-    return key if mapper is None else mapper.get_rename_mapper().map_name(key)
-
-
 def embeddings_of(model: torch.nn.Module, source: PackedSource) -> Iterator[tuple[str, Weight]]:
     """Packed embeddings, by their names in vLLM's model."""
     for module, parts in source.packed.items():
         for leaf in parts.keys() & EMBEDDINGS.keys():
-            yield _mapped(model, f"{module}.weight").removesuffix(".weight"), source.weight(module, leaf)
+            yield name_in_vllm(model, f"{module}.weight").removesuffix(".weight"), source.weight(module, leaf)
 
 
 def fill(model: torch.nn.Module, source: PackedSource) -> set[str]:
@@ -125,7 +108,7 @@ def fill(model: torch.nn.Module, source: PackedSource) -> set[str]:
 
     def read(layer: torch.nn.Module) -> None:
         param = getattr(layer, layer.w4a8[0].parameter)
-        param.weight_loader(param, layer.w4a8_filler.again(source.matrix))
+        param.weight_loader(param, layer.w4a8_filler.again(lambda weight: source.matrix(weight.name)))
         pages.release(map(source.tensor, layer.w4a8_filler.names))
 
     # Loading other weights, vLLM has put the parameters on "meta", and keeps books that are not for several threads.
@@ -158,7 +141,7 @@ def read_packed(
             if key not in taken:
                 yield key, tensor
         elif tensor.dim() == 1 and key not in taken:
-            if is_pp_missing_parameter(_mapped(model, key), model):
+            if is_pp_missing_parameter(name_in_vllm(model, key), model):
                 continue
             weight = source.weight(module, leaf)
             values, bias = torch.empty(weight.rows, weight.columns, dtype=dtype), None

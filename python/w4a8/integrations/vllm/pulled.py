@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, QKVParallelLinear, UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from w4a8.core.memory import placed
 from w4a8.core.packer import pack_experts, pack_rows
 from w4a8.core.weight import Cut, ExpertWeights, Floats, Weight
 from w4a8.core.weight_utils import replace_parameter
-from w4a8.integrations.vllm.config import names_joined_in
+from w4a8.integrations.vllm.config import OwnConfig, names_joined_in
 from w4a8.integrations.vllm.experts_loader import is_dummy_load, random_weight
 from w4a8.integrations.vllm.linear_layers import W4A8LinearMethod, lm_head_method
 from w4a8.integrations.vllm.moe import W4A8MoEMethod, unsupported
@@ -51,7 +50,20 @@ def register_empty(layer: torch.nn.Module, names: Iterable[str]) -> None:
         layer.register_parameter(name, param)
 
 
-class Pulled:
+class FromFiles:
+    """A filler whose weights are read from files."""
+
+    is_loaded = False
+
+    def finish(self, layer: torch.nn.Module) -> None:
+        """Raises ValueError if the files were not read."""
+        if self.dummy and not self.is_loaded:
+            self.load(layer, self.again(random_weight))
+        if not self.is_loaded:
+            raise ValueError(f"{self.says}: nothing was read")
+
+
+class Pulled(FromFiles):
     """A filler of a linear layer, an output layer or an embedding: this rank's part of weights."""
 
     def __init__(
@@ -64,7 +76,7 @@ class Pulled:
             weights: not all of them floats, in the order of their rows in the layer.
             is_shared: they are those of the embeddings, too.
         """
-        self.says, self.weights, self.is_loaded = f"w4a8: {layer_name} of {where}", weights, False
+        self.says, self.weights = f"w4a8: {layer_name} of {where}", weights
         self.names = [] if is_shared else [weight.name for weight in weights]  # that nothing else needs
         self._sharing: list[torch.nn.Module] = []
 
@@ -140,16 +152,9 @@ class Pulled:
         self.forms[index] = packed.form
         return {"": _placed(packed.bytes, [cut.weight for cut in run])}
 
-    def finish(self, layer: torch.nn.Module) -> None:
-        """Raises ValueError if the files were not read."""
-        if self.dummy and not self.is_loaded:
-            self.load(layer, [random_weight(weight) for weight in self.weights])
-        if not self.is_loaded:
-            raise ValueError(f"{self.says}: nothing was read")
-
-    def again(self, find: Callable[[str], Any]) -> list[Weight | Floats]:
-        """The same weights of other files; ``find`` gives one by its name."""
-        return [find(weight.name) for weight in self.weights]
+    def again(self, other: Callable[[Weight | Floats], Weight | Floats]) -> list[Weight | Floats]:
+        """Others in the place of these weights."""
+        return [other(weight) for weight in self.weights]
 
     def tie(self) -> bool:
         """An output layer keeps its own matrix."""
@@ -213,12 +218,12 @@ def _placed(packed: torch.Tensor, weights: Sequence[Weight]) -> torch.Tensor:
     return packed if all(weight.packed is None for weight in weights) else placed(packed, stays_mapped=False)
 
 
-class PulledExperts:
+class PulledExperts(FromFiles):
     """A filler of a layer of experts: this rank's part of weights."""
 
     def __init__(self, layer_name: str, where: str, experts: ExpertWeights) -> None:
         """Takes the weights of a layer; its name, and that of the files, are for errors."""
-        self.says, self.experts, self.is_loaded = f"w4a8: {layer_name} of {where}", experts, False
+        self.says, self.experts = f"w4a8: {layer_name} of {where}", experts
         self.names = [weight.name for weight in experts.all]
         self.forms: dict[str, Any] | None = None  # once packed
 
@@ -274,28 +279,23 @@ class PulledExperts:
             replace_parameter(layer, f"{stack}_weight_packed", _placed(packed, experts.all))
         self.is_loaded = True
 
-    def finish(self, layer: torch.nn.Module) -> None:
-        """Raises ValueError if the files were not read."""
-        if self.dummy and not self.is_loaded:
-            self.load(layer, self._of_each(random_weight))
-        if not self.is_loaded:
-            raise ValueError(f"{self.says}: nothing was read")
-
-    def again(self, find: Callable[[str], Any]) -> ExpertWeights:
+    def again(self, other: Callable[[Weight], Weight]) -> ExpertWeights:
         """As :meth:`Pulled.again`."""
-        return self._of_each(lambda weight: find(weight.name))
-
-    def _of_each(self, other: Callable[[Weight], Weight]) -> ExpertWeights:
         return replace(self.experts, shards={key: list(map(other, each)) for key, each in self.experts.shards.items()})
 
 
 def pulled_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     """The layers of a model whose weights are read from files."""
-    kinds = (Pulled, PulledExperts)
-    return [module for module in model.modules() if isinstance(getattr(module, "w4a8_filler", None), kinds)]
+    return [module for module in model.modules() if isinstance(getattr(module, "w4a8_filler", None), FromFiles)]
 
 
-class PulledConfig(QuantizationConfig):
+def name_in_vllm(model: torch.nn.Module, name: str) -> str:
+    """The name in vLLM's model of a tensor of a checkpoint."""
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    return name if mapper is None else mapper.get_rename_mapper().map_name(name)
+
+
+class PulledConfig(OwnConfig):
     """A configuration of layers whose weights are read from files; floats stay floats.
 
     Attributes:
@@ -325,15 +325,6 @@ class PulledConfig(QuantizationConfig):
     def is_float(self, name: str) -> bool:
         """Whether a matrix is not quantized."""
         raise NotImplementedError
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        """CPUs have no such number."""
-        return -1
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        """Each type that the operators have."""
-        return [torch.float16, torch.bfloat16, torch.float32]
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Renames modules to vLLM's names (upstream's contract)."""
