@@ -6,7 +6,7 @@ import torch
 import transformers
 from compare import assert_same
 from conftest import ALONE, Job, prompts, run_engines
-from layers import HIDDEN, NAME, make_layer, rank  # noqa: F401
+from layers import EXPERTS, HIDDEN, NAME, make_layer, rank  # noqa: F401
 from test_packed import write_packed
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear, UnquantizedLinearMethod
@@ -15,7 +15,7 @@ import w4a8
 from w4a8.integrations.transformers import W4A8Config
 from w4a8.integrations.vllm import settings
 from w4a8.integrations.vllm.floats import RoundedScheme, floats_of
-from w4a8.integrations.vllm.moe import W4A8MoEMethod
+from w4a8.integrations.vllm.moe import ReceivedExperts, W4A8MoEMethod
 from w4a8.integrations.vllm.packed_layers import W4A8MethodConfig, W4A8PackedConfig
 
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [48, 80], "activation_scheme": "dynamic"}
@@ -96,6 +96,42 @@ def test_two_ranks(tmp_path):
     jobs = jobs_of(tmp_path, *CASES["one scale"], tensor_parallel_size=2)
     done, _ = run_engines(jobs, tmp_path / "engines", 1800, ranks=2, VLLM_ENABLE_V1_MULTIPROCESSING="0")
     assert_same(*done)
+
+
+@pytest.fixture
+def experts():
+    """A layer of experts that are rounded, and what loads one of its tensors."""
+    layer, _ = make_layer()
+    method = W4A8MoEMethod(ReceivedExperts(RoundedScheme.of(w4a8.nn.QuantOptions())), layer, "experts")
+    method.create_weights(layer, EXPERTS, HIDDEN, 64, torch.bfloat16)
+
+    def load(tensor, name, shard, expert):
+        param = layer.w2_weight if shard == "w2" else layer.w13_weight
+        param.weight_loader(param, tensor, f"model.layers.0.mlp.experts.{name}", shard_id=shard, expert_id=expert)
+
+    return layer, method, load
+
+
+def test_experts_by_the_names_of_their_matrices(experts):
+    """As vLLM's Granite 4 names what it cuts out of a tensor of all experts."""
+    layer, method, load = experts
+    w13, w2 = torch.randn(EXPERTS, 128, HIDDEN).bfloat16(), torch.randn(EXPERTS, HIDDEN, 64).bfloat16()
+    for expert in range(EXPERTS):
+        w1, w3 = w13[expert].chunk(2)
+        for shard, tensor in (("w1", w1), ("w3", w3), ("w2", w2[expert])):
+            load(tensor, f"{expert}.{shard}.weight", shard, expert)
+    method.process_weights_after_loading(layer)
+    for packed, floats in ((layer.w13_weight_packed, w13), (layer.w2_weight_packed, w2)):
+        for expert, weight in enumerate(floats):
+            linear = torch.nn.Linear(*weight.shape[::-1], bias=False)
+            linear.weight.data = weight
+            assert torch.equal(packed[expert], w4a8.nn.W4A8Linear.from_float(linear, 32).packed)
+
+
+def test_all_experts_in_one_tensor(experts):
+    """As vLLM's Llama 4 hands them over."""
+    with pytest.raises(ValueError, match=r"w4a8: .+\.w13_weight: shape \(2, 64, 128\), but .* of one expert is"):
+        experts[2](torch.ones(EXPERTS, 64, HIDDEN), "w13_weight", "w1", 0)
 
 
 def layer_of(cls=RowParallelLinear, **more):

@@ -182,7 +182,7 @@ class ExpertsLoader:
         Args:
             param: vLLM's parameter for the tensor.
             loaded_weight: the checkpoint's tensor of the whole expert; or a stack for this rank's experts, cut by vLLM.
-            weight_name: ends with the parameter's name.
+            weight_name: ends with the parameter's name, or with that of the expert's tensor (Granite 4).
             shard_id: ``w1``, ``w2``, ``w3``, a shard of gpt-oss, or None for a stack.
             expert_id: global; None for a stack.
             return_success: return whether this rank holds the expert, instead of None.
@@ -205,6 +205,9 @@ class ExpertsLoader:
                     f"w4a8: {weight_name}: {shard} of a layer whose rows alternate gate and up: only a fused tensor "
                     "can be told apart; vLLM's own model of this architecture loads it (--model-impl vllm)"
                 )
+            if loaded_weight.dim() > 2:
+                shape = tuple(loaded_weight.shape)
+                raise ValueError(f"w4a8: {weight_name}: shape {shape}, but a matrix of one expert is expected")
             if held and not weight_name.endswith(self._ignored):
                 self._take(param, loaded_weight, weight_name, shard, (local, expert_id))
         return held if return_success else None
@@ -214,7 +217,7 @@ class ExpertsLoader:
     ) -> None:
         """Takes one tensor of one expert with the index (on this rank, global)."""
         stack = "w2" if shard == "w2" else "w13"
-        suffix = weight_name.rpartition(f"{stack}_")[2]
+        suffix = weight_name.rpartition(".")[2].removeprefix(f"{stack}_")
         if self._packed_as is not None and param.is_meta:
             # Other weights: vLLM first counts the values that a call copies, and calls again for the whole layer.
             halves = 2 if stack == "w13" and shard != "w13" and self._sizes.gated else 1
