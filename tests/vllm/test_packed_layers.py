@@ -54,6 +54,14 @@ def packed_config(directory):
     return config
 
 
+def test_llama_4_is_refused():
+    """vLLM turns rows of the q and k that it loads."""
+    text = SimpleNamespace(model_type="llama4_text")
+    for config in (text, SimpleNamespace(model_type="llama4", text_config=text)):
+        with pytest.raises(ValueError, match=r"w4a8: a folder: packed weights of Llama 4, .* A GGUF file runs"):
+            W4A8PackedConfig.from_config({}).maybe_update_config("a folder", config)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_bytes_of_the_gguf_file(kind, rank, tmp_path):  # noqa: F811
     """Whole, and cut for two ranks: a product for each run of one form, biases in it."""

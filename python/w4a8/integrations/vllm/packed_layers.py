@@ -52,9 +52,14 @@ class W4A8PackedConfig(PulledConfig):
         """Reads the headers of the files (upstream's contract).
 
         Raises:
-            ValueError: ``model_name`` is no local directory of packed weights that this can read.
+            ValueError: ``model_name`` is no local directory of packed weights that this can read, or is of Llama 4.
         """
         text = getattr(hf_config, "text_config", None) or hf_config
+        if getattr(text, "model_type", None) == "llama4_text":
+            raise ValueError(
+                f"w4a8: {model_name}: packed weights of Llama 4, of whose queries and keys vLLM turns the rows when it "
+                "loads them. A GGUF file runs"
+            )
         _opened.cache_clear()
         self.path, source = model_name, _opened(model_name, self.stated)
         self.keys_are_values = getattr(text, "attention_k_eq_v", False)
