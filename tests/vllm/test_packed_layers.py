@@ -54,11 +54,11 @@ def packed_config(directory):
     return config
 
 
-def test_llama_4_is_refused():
-    """vLLM turns rows of the q and k that it loads."""
+def test_models_whose_weights_vllm_changes():
+    """Its models put rows of the queries and keys that they load elsewhere."""
     text = SimpleNamespace(model_type="llama4_text")
-    for config in (text, SimpleNamespace(model_type="llama4", text_config=text)):
-        with pytest.raises(ValueError, match=r"w4a8: a folder: packed weights of Llama 4, .* A GGUF file runs"):
+    for config in (text, SimpleNamespace(model_type="llama4", text_config=text), SimpleNamespace(model_type="bloom")):
+        with pytest.raises(ValueError, match=r"w4a8: a folder: packed .*, whose rows vLLM moves when"):
             W4A8PackedConfig.from_config({}).maybe_update_config("a folder", config)
 
 

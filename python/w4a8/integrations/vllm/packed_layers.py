@@ -27,6 +27,7 @@ from w4a8.integrations.vllm.floats import W4A8FloatsConfig, floats_of
 from w4a8.integrations.vllm.pulled import PulledConfig, name_in_vllm, pulled_layers
 
 ROWS_AT_ONCE = 1 << 12  # of embeddings
+_MOVED = ("llama4_text", "bloom")  # types of models of whose queries, keys and values vLLM's loading moves the rows
 
 
 @lru_cache(maxsize=1)
@@ -52,14 +53,13 @@ class W4A8PackedConfig(PulledConfig):
         """Reads the headers of the files (upstream's contract).
 
         Raises:
-            ValueError: ``model_name`` is no local directory of packed weights that this can read, or is of Llama 4.
+            ValueError: ``model_name`` is no local directory of packed weights that this can read, or has weights that
+                vLLM would change.
         """
         text = getattr(hf_config, "text_config", None) or hf_config
-        if getattr(text, "model_type", None) == "llama4_text":
-            raise ValueError(
-                f"w4a8: {model_name}: packed weights of Llama 4, of whose queries and keys vLLM turns the rows when it "
-                "loads them. A GGUF file runs"
-            )
+        kind = getattr(text, "model_type", None)
+        if kind in _MOVED:
+            raise ValueError(f"w4a8: {model_name}: packed weights of {kind}, whose rows vLLM moves when it loads them")
         _opened.cache_clear()
         self.path, source = model_name, _opened(model_name, self.stated)
         self.keys_are_values = getattr(text, "attention_k_eq_v", False)
