@@ -2,6 +2,7 @@
 
 import os
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,6 +61,12 @@ def assert_within(actual, expected, allowed, what=""):
             f"{what}: {bad.sum()} of {bad.size} out of tolerance; worst at {worst}: {actual[worst]!r}, expected "
             f"{expected[worst]!r} +- {np.broadcast_to(allowed, bad.shape)[worst]!r}"
         )
+
+
+def at_once(work, given):
+    """The results of calls in a thread for each argument; raises their first error."""
+    with ThreadPoolExecutor(len(given)) as pool:
+        return list(pool.map(work, given))
 
 
 def least_scales(scales, exponents=False):

@@ -5,12 +5,11 @@ import io
 import json
 import pickle
 import sys
-import threading
 
 import pytest
 import standin_device
 import torch
-from common import assert_same_bits
+from common import assert_same_bits, at_once
 from standin_cases import TOKENS, load, only_experts, saved
 from test_quantize_transformers import make_model
 
@@ -180,19 +179,13 @@ def test_threads(tmp_path):
     saved(tmp_path)
     model = load(tmp_path)
     texts = [torch.randint(1, 64, (1, 4 + i)) for i in range(4)]
-    want, got = [generated(model, text) for text in texts], [None] * 4
+    want = [generated(model, text) for text in texts]
 
-    def one(i):
+    def one(text):
         with torch.no_grad():
-            got[i] = generated(model, texts[i])
+            return generated(model, text)
 
-    threads = [threading.Thread(target=one, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for mine, theirs in zip(got, want):
-        assert torch.equal(mine, theirs)
+    assert all(map(torch.equal, at_once(one, texts), want))
 
 
 def test_adapter_beside(tmp_path):

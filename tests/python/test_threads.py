@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from common import KERNELS, TORCH_VERSION, assert_same_bits, make_layer, make_matrix, matmul, route
+from common import KERNELS, TORCH_VERSION, assert_same_bits, at_once, make_layer, make_matrix, matmul, route
 
 import w4a8
 
@@ -34,41 +34,29 @@ def test_eight_python_threads_at_once():
     calls = cases()
     expected = [call() for call in calls]
     start = threading.Barrier(8)
-    errors = []
 
     def work(first):
-        try:
-            start.wait()
-            for i in range(60):
-                at = (first + i) % len(calls)
-                assert_same_bits(calls[at](), expected[at], f"call {at}")
-        except BaseException as error:
-            errors.append(error)
+        start.wait()
+        for i in range(60):
+            at = (first + i) % len(calls)
+            assert_same_bits(calls[at](), expected[at], f"call {at}")
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors[0]
+    at_once(work, range(8))
 
 
 def test_switching_kernels_while_operators_run():
     """A call ends with the kernel it began with; the bits are those of every kernel."""
     calls = cases()
     expected = [call() for call in calls]
-    done, errors, used = threading.Event(), [], set()
+    done, used = threading.Event(), set()
 
     def work(first):
-        try:
-            for i in range(4000):
-                if i >= 40 and used == set(KERNELS):
-                    break
-                at = (first + i) % len(calls)
-                used.add(w4a8.active_kernel())
-                assert_same_bits(calls[at](), expected[at], f"call {at}")
-        except BaseException as error:
-            errors.append(error)
+        for i in range(4000):
+            if i >= 40 and used == set(KERNELS):
+                break
+            at = (first + i) % len(calls)
+            used.add(w4a8.active_kernel())
+            assert_same_bits(calls[at](), expected[at], f"call {at}")
 
     def switch():
         while not done.is_set():
@@ -76,18 +64,14 @@ def test_switching_kernels_while_operators_run():
                 w4a8.use_kernel(name)
                 done.wait(0.001)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
     switcher = threading.Thread(target=switch)
     try:
-        for thread in (switcher, *threads):
-            thread.start()
-        for thread in threads:
-            thread.join()
+        switcher.start()
+        at_once(work, range(4))
     finally:
         done.set()
         switcher.join()
         w4a8.use_kernel("")
-    assert not errors, errors[0]
     assert used == set(KERNELS)
 
 
@@ -95,28 +79,16 @@ def test_errors_in_one_thread_leave_the_others_alone():
     matrix = make_matrix(40, 64, 32)
     packed, x = matrix.pack(), torch.randn(3, 64)
     expected = matmul(x, matrix, packed)
-    wrong, failed = [], []
 
-    def bad():
+    def work(is_bad):
         for _ in range(200):
-            try:
-                w4a8.dyn_quant_matmul_4bit(x, packed[:-1], 32, 64, 40)
-                wrong.append("accepted")
-            except RuntimeError:
-                pass
+            if is_bad:
+                with pytest.raises(RuntimeError):
+                    w4a8.dyn_quant_matmul_4bit(x, packed[:-1], 32, 64, 40)
+            else:
+                assert_same_bits(matmul(x, matrix, packed), expected)
 
-    def good():
-        for _ in range(200):
-            if not torch.equal(matmul(x, matrix, packed), expected):
-                failed.append("other bits")
-
-    threads = [threading.Thread(target=work) for work in (bad, good, bad, good)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-    assert not failed
+    at_once(work, [True, False, True, False])
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 4])
