@@ -56,6 +56,10 @@ class GGUFLinears:
             self._split_joined()
         for key in self.architecture.numbers:
             self._add_numbers(key)
+        for name, tensor in file.tensors.items():
+            if ".ssm_norm." in name:  # of the groups of Mamba-2, which are one parameter
+                shape, row_bytes = (math.prod(tensor.shape),), tensor.rows * tensor.row_bytes
+                file.tensors[name] = replace(tensor, shape=shape, row_bytes=row_bytes)
 
     def _add_numbers(self, key: str) -> None:
         """Adds the numbers of a key as a tensor of each layer."""
@@ -270,11 +274,6 @@ class GGUFLinears:
             matrix = matrix if order is None else matrix.with_rows(rows - low)
             yield first, matrix if runs is None else matrix.with_runs(runs)
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor in transformers' form, where the norms of Mamba-2's groups are one."""
-        shape = self.file.tensors[name].shape
-        return (math.prod(shape),) if ".ssm_norm." in name else shape
-
     def values(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """A tensor in transformers' form: blocks as ``dtype``, floats in the type of the file.
 
@@ -294,8 +293,7 @@ class GGUFLinears:
             values = values.float() - self.architecture.norm_plus
         if name.endswith(".ssm_a"):  # -exp of the parameter
             values = (-values.float()).log()
-        values = values.flatten() if ".ssm_norm." in name else values
-        return values[None] if "_inp_shexp" in name and values.dim() == 1 else values
+        return values
 
     def parameter(self, names: Sequence[str], shape: Sequence[int], name: str, dtype: torch.dtype) -> torch.Tensor:
         """A parameter of a model of transformers, from its tensors, as :meth:`values`.

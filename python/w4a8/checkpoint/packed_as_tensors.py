@@ -34,6 +34,7 @@ _PROJECTIONS = (("block_sparse_moe", ("w1", "w3", "w2")), ("", ("gate_proj", "up
 _WHOLE_EXPERTS = ("gpt_oss",)
 # Limits of compressed-tensors checkpoints.
 _INTEGERS = (Kind.INT4, Kind.INT8)
+_CANNOT = {"minimums": "minimums", "super_scales": "super-scales", "channel_scales": "scales of two levels"}
 
 
 @dataclass
@@ -100,12 +101,8 @@ def problem_of(parts: Parts, model_type: str | None) -> str | None:
     forms = [stored.packed_as for stored in parts.values()]
     if len({_bits(form.kind) for form in forms}) > 1:
         return "experts of 4 and 8 bits"
-    for what, there in (
-        ("minimums", [form.minimums for form in forms]),
-        ("super-scales", [form.super_scales for form in forms]),
-        ("scales of two levels", [form.channel_scales for form in forms]),
-    ):
-        if any(there):
+    for name, what in _CANNOT.items():
+        if any(getattr(form, name) for form in forms):
             return what
     groups = set(group_sizes(parts).values())
     return f"groups of {' and '.join(map(str, sorted(groups)))}" if len(groups) > 1 else None
@@ -188,12 +185,8 @@ def _bits(kind: Kind) -> int:
 
 def _integers(packed: torch.Tensor, name: str) -> Matrix:
     matrix = matrix_of(packed, name)
-    for what, there in (
-        ("minimums", matrix.minimums),
-        ("super-scales", matrix.super_scales),
-        ("scales of two levels", matrix.channel_scales),
-    ):
-        if there is not None:
+    for part, what in _CANNOT.items():
+        if getattr(matrix, part) is not None:
             raise ValueError(f"{name} has {what}, which a compressed-tensors checkpoint cannot have")
     if matrix.kind in _INTEGERS:
         return matrix

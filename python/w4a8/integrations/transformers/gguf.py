@@ -86,7 +86,7 @@ class GGUFModules(Modules):
         sources = sources_of(model, file.tensors, self.linears.keys.architecture)
         parts = {parameter: list(source.tensors) for parameter, source in sources.items()}
         for parameter, names in parts.items():
-            found, expected = self.linears.shape(names[0]), shapes[parameter]
+            found, expected = file.tensors[names[0]].shape, shapes[parameter]
             part = len(names) > 1 or "_exps." in names[0]  # compared later, as a parameter
             if not part and without_ones(found) != without_ones(expected):
                 raise ValueError(f"tensor {names[0]!r} has shape {found}, but {expected} is expected")

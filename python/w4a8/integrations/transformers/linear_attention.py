@@ -59,7 +59,7 @@ def step_states(operators: list[_Operator], cache: Any, batch: int, dtype: torch
     Returns:
         None: the cache records its past, or has states of other sizes.
     """
-    found = [each.states(each.layer(), batch, dtype, cache) for each in operators]
+    found = [each.states(batch, dtype, cache) for each in operators]
     if any(each is None for each in found):
         return None
     states = [each["state"] for each in found if "state" in each]
@@ -84,7 +84,7 @@ class _Operator(Guard):
         layer, mask = self._module(), kwargs.get("attention_mask")
         states = None
         if not args and not self._is_apart(layer, hidden_states, mask, kwargs):
-            states = self.states(layer, len(hidden_states), hidden_states.dtype, kwargs.get(self.cache_name))
+            states = self.states(len(hidden_states), hidden_states.dtype, kwargs.get(self.cache_name))
         if states is None:
             return type(layer).forward(layer, hidden_states, *args, **kwargs)
         if mask is not None:  # as transformers: padding has hidden states of zeros
@@ -107,12 +107,9 @@ class _Operator(Guard):
             or not self._fits(layer)
         )
 
-    def layer(self) -> Any:
-        """The module."""
-        return self._module()
-
-    def states(self, layer: Any, batch: int, dtype: torch.dtype, cache: Any) -> dict[str, torch.Tensor] | None:
+    def states(self, batch: int, dtype: torch.dtype, cache: Any) -> dict[str, torch.Tensor] | None:
         """The operator's states of a batch, parts of the cache if there is one; None: of other sizes."""
+        layer = self._module()
         index, size = layer.layer_idx, self._state_size(layer)
         conv_size = batch, getattr(layer, self.conv_name).in_channels, layer.conv_kernel_size
         conv, fresh = None, True

@@ -39,7 +39,7 @@ def give_stand_ins(new: torch.nn.Module, old: torch.nn.Linear) -> None:
 
 
 def drop_stand_ins(module: torch.nn.Module) -> None:
-    """Removes the parameters of :func:`stand_in`."""
+    """Removes the parameters of :func:`give_stand_ins`."""
     for name in _NAMES:
         module.__dict__.pop(name, None)
 
