@@ -7,11 +7,13 @@ to vLLM: `w4a8 serve MODEL --tensor-parallel-size 2`. `--api-key KEY` lets those
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import math
 import os
 import shlex
 import shutil
+import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from ctypes.util import find_library
@@ -75,10 +77,13 @@ def run(args: argparse.Namespace) -> int:
 
     Raises:
         ImportError: vLLM is not installed.
+        OSError: the port is taken.
     """
     program = vllm_program()
     if program is None:
         raise ImportError(f"vLLM is not installed here: {extras.TO_GET_VLLM}")
+    if not (args.dry_run or _HEADLESS in args.rest or _said(args.rest, "uds", "", str)):
+        check_address(args.host, args.port)
     path = find(args.model, weights=False)
     command, variables = command_of(args, program, path)
     if _EAGER in command and _EAGER not in args.rest:
@@ -94,6 +99,17 @@ def run(args: argparse.Namespace) -> int:
     if not args.dry_run:
         os.execve(command[0], command, {**os.environ, **variables})
     return 0
+
+
+def check_address(host: str, port: int) -> None:
+    """Raises OSError if a server listens there: vLLM says so after many seconds, in a traceback."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM
+        try:
+            probe.bind((host, port))
+        except OSError as error:  # others are vLLM's to say
+            if error.errno == errno.EADDRINUSE:
+                raise OSError(f"--port is {port}, but a server listens there already: name another port") from None
 
 
 def vllm_program() -> list[str] | None:

@@ -20,6 +20,7 @@ from w4a8.command.model import short_name
 from w4a8.integrations.vllm import binding, network, settings
 
 TOOL_WRITTEN = multiplied_out.TOOL_WRITTEN
+CHECK_ADDRESS = serve.check_address
 GIB = 2**30
 
 
@@ -28,6 +29,7 @@ def no_variables(monkeypatch):
     for name in (serve.CACHE, serve.PRELOAD, binding.BIND, binding.RESERVED, "W4A8_VLLM", *settings.KEYS.values()):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(serve, "find_library", lambda name: None)
+    monkeypatch.setattr(serve, "check_address", lambda host, port: None)  # a server may run on the tests' machine
     monkeypatch.setattr(binding, "has_module", lambda name: False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)), raising=False)
     monkeypatch.setattr(binding, "_SIBLINGS", "no such file {}")
@@ -387,6 +389,21 @@ def test_the_way_to_an_address_of_ipv6(monkeypatch, tmp_path):
 def test_addresses_of_interfaces():
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         assert {address for name, address in network._addresses(probe) if name == "lo"} - {"::1"} == {"127.0.0.1"}
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "::"])
+def test_a_port_that_is_taken(host, tmp_path, started, monkeypatch, capsys):
+    monkeypatch.setattr(serve, "check_address", CHECK_ADDRESS)
+    command = ["serve", str(write(tmp_path / "m", **QWEN)), "--host", host]
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        command += ["--port", str(other.getsockname()[1])]
+        assert main(command) == 1 and not started
+        message = f"w4a8: --port is {command[-1]}, but a server listens there already: name another port\n"
+        assert capsys.readouterr() == ("", message)
+        for rest in (["--dry-run"], ["--headless"], ["--uds=socket"]):
+            assert main([*command, *rest]) == 0
+    assert len(started) == 2
+    assert main(command) == 0 and len(started) == 3
 
 
 def test_dry_run(tmp_path, started, capsys):
