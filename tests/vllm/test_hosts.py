@@ -9,10 +9,14 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 
 import pytest
 from conftest import DEFAULT_HEAD, Job, environment, run_engines
 from example import CHECKPOINT, PROMPTS, check_greedy, demo_model, with_tokenizer
+from torch import distributed
+
+from w4a8.integrations.vllm import hosts as watcher
 
 IPV4 = ("10.67.0.1/24", "10.67.0.2/24")
 IPV6 = ("fd67::1/64 nodad", "fd67::2/64 nodad")  # at once, without looking for another machine that has the address
@@ -180,3 +184,17 @@ def test_cut_layers(hosts, model):
         in_time(hosts[1])
         assert "w4a8: rank 0 has ended: this rank ends, too" in hosts[1].log
         assert hosts[1].shared_memory() == []
+
+
+@pytest.mark.parametrize("rank", range(2))
+def test_a_first_rank_that_cannot_listen(rank, monkeypatch):
+    """The others do not wait for its address."""
+    sent, said = [], []
+    group = SimpleNamespace(rank_in_group=rank, ranks=[0, 1], cpu_group=None)
+    monkeypatch.setattr(watcher, "get_world_group", lambda: group)
+    monkeypatch.setattr(watcher, "get_ip", lambda: "192.0.2.1")  # of no machine
+    monkeypatch.setattr(watcher, "logger", lambda: SimpleNamespace(warning=lambda *message: said.append(message)))
+    monkeypatch.setattr(distributed, "broadcast_object_list", lambda place, src, group: sent.append(place[0]))
+    watcher.watch(None, SimpleNamespace(parallel_config=SimpleNamespace(nnodes_within_dp=2)), None)
+    assert sent == [None]
+    assert len(said) == 1 and "are not watched" in said[0][0]

@@ -36,23 +36,32 @@ def watch(model: Any, vllm_config: Any, model_config: Any) -> None:
     group = get_world_group()
     place: list[Any] = [None]
     try:
-        if group.rank_in_group == 0:
-            address = get_ip()
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            with socket.create_server((address, 0), family=family) as server:
-                server.settimeout(_PATIENCE)
+        try:
+            if group.rank_in_group == 0:
+                server = _listen()
                 place[0] = server.getsockname()[:2]
-                torch.distributed.broadcast_object_list(place, src=group.ranks[0], group=group.cpu_group)
+        finally:  # the others wait for this
+            torch.distributed.broadcast_object_list(place, src=group.ranks[0], group=group.cpu_group)
+        if group.rank_in_group == 0:
+            with server:
                 for _ in group.ranks[1:]:
                     connection, _ = server.accept()
                     _start(connection, int.from_bytes(connection.recv(4), "little"))
+        elif place[0] is None:
+            raise OSError("the first rank does not listen")
         else:
-            torch.distributed.broadcast_object_list(place, src=group.ranks[0], group=group.cpu_group)
             connection = socket.create_connection(place[0], _PATIENCE)
             connection.sendall(group.rank_in_group.to_bytes(4, "little"))
             _start(connection, 0)
     except OSError as error:
         logger().warning("w4a8: ranks of other machines are not watched: %s", error)
+
+
+def _listen() -> socket.socket:
+    address = get_ip()
+    server = socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    server.settimeout(_PATIENCE)
+    return server
 
 
 def _start(connection: socket.socket, rank: int) -> None:
