@@ -12,7 +12,6 @@
 #include <thread>
 
 #include "core/parallel.h"
-#include "core/split.h"
 
 #ifndef SYS_pidfd_open
 #define SYS_pidfd_open 434
@@ -34,8 +33,7 @@ long futex(std::atomic<uint32_t>& word, int operation, uint32_t value, const tim
   return syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), operation, value, limit, nullptr, 0);
 }
 
-template <class Function>
-void for_parts(Team& team, int64_t count, Function function) {
+void for_parts(Team& team, int64_t count, FunctionRef<void(int64_t, int64_t)> function) {
   if (count <= kByCaller) return function(0, count);
   const int64_t tasks = ceil_div(count, kFloatsOfTask);
   const auto task = [&](int64_t, int64_t t, int) {
@@ -43,6 +41,10 @@ void for_parts(Team& team, int64_t count, Function function) {
   };
   const Phase phases[] = {{tasks, task, 0, true}};
   run_phases(team, team.threads(), phases);
+}
+
+void copy(Team& team, const float* from, int64_t count, float* to) {
+  for_parts(team, count, [&](int64_t begin, int64_t end) { std::copy(from + begin, from + end, to + begin); });
 }
 
 }  // namespace
@@ -72,7 +74,7 @@ void Ranks::sum(Team& team, float* x, int64_t count) {
 
 void Ranks::sum_some(Team& team, float* x, int64_t count) {
   float* const own = begin();
-  for_parts(team, count, [&](int64_t begin, int64_t end) { std::copy(x + begin, x + end, own + begin); });
+  copy(team, x, count, own);
   exchange(count);
   for_parts(team, count, [&](int64_t begin, int64_t end) {
     const float* const first = place(sums_, 0);
@@ -83,6 +85,50 @@ void Ranks::sum_some(Team& team, float* x, int64_t count) {
       for (int64_t i = begin; i < end; ++i) x[i] += next[i];
     }
   });
+}
+
+Range Ranks::piece(int rank, int64_t m, int64_t n, int64_t at, int64_t most) const {
+  const Range rows = share(m, ranks_, rank);
+  const int64_t begin = std::min(rows.begin * n + at, rows.end * n);
+  return {begin, std::min(begin + most, rows.end * n)};
+}
+
+void Ranks::sum_own(Team& team, float* x, int64_t m, int64_t n) {
+  if (own_rows(m).size() == m) return sum(team, x, m * n);
+  const int64_t most = kFloats / ranks_;
+  for (int64_t at = 0; at < ceil_div(m, ranks_) * n; at += most) {
+    float* const place_of_own = begin();
+    for (int r = 0; r < ranks_; ++r) {
+      const Range sent = piece(r, m, n, at, most);
+      if (r != rank_) copy(team, x + sent.begin, sent.size(), place_of_own + r * most);
+    }
+    exchange(kFloats);
+    const Range own = piece(rank_, m, n, at, most);
+    const auto part = [&](int r) { return r == rank_ ? x + own.begin : place(sums_, r) + rank_ * most; };
+    float* const of_some = place_of_own + rank_ * most;  // which no other rank reads; x has this rank's part
+    for_parts(team, own.size(), [&](int64_t begin, int64_t end) {
+      const float* sums = part(0);
+      for (int r = 1; r < ranks_; ++r) {
+        const float* const next = part(r);
+        float* const to = r + 1 < ranks_ ? of_some : x + own.begin;
+        for (int64_t i = begin; i < end; ++i) to[i] = sums[i] + next[i];
+        sums = to;
+      }
+    });
+  }
+}
+
+void Ranks::share_own(Team& team, float* x, int64_t m, int64_t n) {
+  if (own_rows(m).size() == m) return;
+  for (int64_t at = 0; at < ceil_div(m, ranks_) * n; at += kFloats) {
+    const Range own = piece(rank_, m, n, at, kFloats);
+    copy(team, x + own.begin, own.size(), begin());
+    exchange(kFloats);
+    for (int r = 0; r < ranks_; ++r) {
+      const Range theirs = piece(r, m, n, at, kFloats);
+      if (r != rank_) copy(team, place(sums_, r), theirs.size(), x + theirs.begin);
+    }
+  }
 }
 
 void Ranks::gather(const uint8_t* part, int64_t bytes, uint8_t* all) {

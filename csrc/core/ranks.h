@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "core/split.h"
 #include "core/team.h"
 
 namespace w4a8 {
@@ -36,6 +37,12 @@ class Ranks {
   /// bits. Throws std::runtime_error, also at all later sums, if another rank has ended, has failed, or does not come
   /// within the timeout.
   void sum(Team& team, float* x, int64_t count);
+  /// Of m rows those of this rank: a share of many, all of a few, and where ranks share no memory.
+  Range own_rows(int64_t m) const { return m < kMany || exchange_ != nullptr ? Range{0, m} : share(m, ranks_, rank_); }
+  /// As sum, of x[m, n], but only this rank's own rows become sums; the others are left as they are.
+  void sum_own(Team& team, float* x, int64_t m, int64_t n);
+  /// x[m, n], of which each rank has its own rows, becomes the rows of all. Throws as sum does.
+  void share_own(Team& team, float* x, int64_t m, int64_t n);
   /// all becomes the `bytes` of every rank's `part`, in the order of the ranks. Throws as sum does.
   void gather(const uint8_t* part, int64_t bytes, uint8_t* all);
 
@@ -47,6 +54,7 @@ class Ranks {
     std::atomic<int32_t> process;   // its id; 0: it has not come yet
     std::atomic<uint32_t> failed;
   };
+  static constexpr int64_t kMany = 16;                  // rows of which shares are worth another exchange
   static constexpr int64_t kFloats = int64_t{1} << 18;  // of a rank at once: they stay in a cache
   static constexpr int64_t kHeader = kMost * int64_t{sizeof(Told)};
 
@@ -56,6 +64,8 @@ class Ranks {
     return reinterpret_cast<float*>(memory_ + kHeader) + ((sum % 2) * ranks_ + rank) * kFloats;
   }
   void sum_some(Team& team, float* x, int64_t count);
+  // Of the numbers of a rank's own rows those that an exchange of `most` of each rank takes behind the first `at`.
+  Range piece(int rank, int64_t m, int64_t n, int64_t at, int64_t most) const;
   float* begin();                // this rank's place of the next sum, for its part
   void exchange(int64_t count);  // until the places of all ranks have so many floats
   void tell();

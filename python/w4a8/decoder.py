@@ -214,7 +214,8 @@ class Decoder:
         A rank has a part of the heads, of the columns of gate and up and rows of down, or of the experts
         (``expert_map`` of :meth:`add_experts`). Steps add what ``out`` and ``down`` make, of all ranks in their order,
         so that all ranks have the same rows. Every rank runs the same steps. A bias of ``out`` or ``down`` is given to
-        one rank alone. Call this behind the last layer.
+        one rank alone. What is not cut, such as norms, routers and inputs of layers, is the same on all ranks, which
+        share the rows of a prompt out for it. Call this behind the last layer.
 
         Args:
             memory: uint8, :meth:`ranks_bytes` zeros that the processes share; with ``gather`` each has its own.

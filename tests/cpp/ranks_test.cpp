@@ -75,6 +75,37 @@ TEST(RanksTest, AddsInTheOrderOfRanks) {
   }
 }
 
+TEST(RanksTest, EachAddsItsOwnRows) {
+  for (const int ranks : {2, 3, 5}) {
+    const Shared memory(ranks);
+    in_each(ranks, 2, [&](int rank, Team& team) {
+      Ranks own(memory.data(), rank, ranks, milliseconds(60'000));
+      const int64_t n = 1000;
+      // A few, which are all own; as many for each or not; more than is exchanged at once.
+      for (const int64_t m : {1, 15, 30, 97, 1600}) {
+        std::vector<float> x(static_cast<std::size_t>(m * n)), sums(x.size());
+        const auto part = [&](int r, std::size_t i) { return value(r, static_cast<int>(m), i); };
+        for (std::size_t i = 0; i < x.size(); ++i) {
+          x[i] = part(rank, i);
+          sums[i] = part(0, i);
+          for (int r = 1; r < ranks; ++r) sums[i] += part(r, i);
+        }
+        const Range rows = own.own_rows(m);
+        ASSERT_EQ(rows.begin, m < 16 ? 0 : m * rank / ranks);
+        ASSERT_EQ(rows.end, m < 16 ? m : m * (rank + 1) / ranks);
+        own.sum_own(team, x.data(), m, n);
+        for (std::size_t i = 0; i < x.size(); ++i) {
+          const auto row = static_cast<int64_t>(i) / n;
+          const bool is_own = rows.begin <= row && row < rows.end;
+          ASSERT_EQ(x[i], is_own ? sums[i] : part(rank, i)) << "rank " << rank << " of " << ranks << ", number " << i;
+        }
+        own.share_own(team, x.data(), m, n);
+        ASSERT_EQ(x, sums) << "rank " << rank << " of " << ranks << ", " << m << " rows";
+      }
+    });
+  }
+}
+
 TEST(RanksTest, ManySumsOfRanksThatComeAtOtherTimes) {
   const Shared memory(2);
   in_each(2, 1, [&](int rank, Team& team) {
@@ -156,6 +187,7 @@ TEST(RanksTest, MemoriesOfTheirOwn) {
       own.sum(team, x.data(), count);
       for (std::size_t i = 0; i < x.size(); ++i) ASSERT_EQ(x[i], value(0, count, i) + value(1, count, i)) << i;
     }
+    ASSERT_EQ(own.own_rows(99).size(), 99);
   });
 }
 

@@ -184,8 +184,8 @@ class Model(Steps):
                 )  # fmt: skip
             if inputs is not None:
                 sizes = ((INPUTS, HIDDEN), (HIDDEN, INPUTS))
-                made = torch.randn if inputs == "floats" else lambda n, k: make_matrix(n, k, 16).pack()
-                both_ways = [made(*size) for size in sizes]
+                floats = [torch.randn(size, generator=common) for size in sizes]
+                both_ways = floats if inputs == "floats" else [make_matrix(*size, 16).pack() for size in sizes]
                 parts |= {"input": both_ways, "after_input": norm()}
                 self.decoder.add_layer_input(*both_ways, norm=parts["after_input"], activation_kind=7)
             self.layers.append(layer | parts)

@@ -160,16 +160,18 @@ class Linear:
 class Model(Steps):
     """Layers of linear attention with an MLP each, and one of attention whose heads are gated."""
 
-    def __init__(self, names, residual=0.5):
-        self.norm, self.rope, self.residual = 1 + 0.2 * torch.randn(HIDDEN), torch.randn(POSITIONS, 16), residual
+    def __init__(self, names, residual=0.5, common=None):
+        """common: generates the norms of rows, which all ranks have."""
+        norm_of_rows = lambda: 1 + 0.2 * torch.randn(HIDDEN, generator=common)  # noqa: E731
+        self.norm, self.rope, self.residual = norm_of_rows(), torch.randn(POSITIONS, 16), residual
         self.decoder = Decoder(self.norm, None, hidden_size=HIDDEN, eps=EPS)
         self.layers, self.caches = [], []
         for name in names:
-            norm = {"input_norm": 1 + 0.2 * torch.randn(HIDDEN)}
+            norm = {"input_norm": norm_of_rows()}
             mlp = {}
             if name != "attention":
                 mlp = {"gate_up": [pack(2 * INNER, HIDDEN)], "down": pack(HIDDEN, INNER)}
-                mlp["mlp_input_norm"] = 1 + 0.2 * torch.randn(HIDDEN)
+                mlp["mlp_input_norm"] = norm_of_rows()
             layer = {"name": name, "norm": norm["input_norm"], "mlp": mlp}
             attention = {}
             if name == "attention":

@@ -117,7 +117,8 @@ def test_two_ranks(name, tokens):
 @pytest.mark.parametrize("tokens", [1, 37])
 def test_a_norm_of_the_states_of_all_ranks(tokens):
     together = Together(2)
-    models = [LinearRank(["state space, norm over ranks", "as one", "state space"]) for _ in range(2)]
+    names = ["state space, norm over ranks", "as one", "state space"]
+    models = [LinearRank(names, common=torch.Generator().manual_seed(7)) for _ in range(2)]
     for rank, model in enumerate(models):
         model.together, model.rank = together, rank
     join(models, shared(2))

@@ -65,18 +65,19 @@ class Step : private StepWork {
  private:
   void norm(const NormPlan& norm, const float* x, float* out) {
     const int64_t n = plan_.hidden;
-    for_rows(m_, [&](int64_t r) { norm_row(norm, n, x + r * n, out + r * n); });
+    for_own([&](int64_t r) { norm_row(norm, n, x + r * n, out + r * n); });
+    share_own(out, n);
   }
 
-  // The rows [m, hidden] of all ranks.
+  // The own ones of the rows [m, hidden], of all ranks.
   void sum(float* rows) {
-    if (plan_.ranks != nullptr) plan_.ranks->sum(team_, rows, m_ * plan_.hidden);
+    if (plan_.ranks != nullptr) plan_.ranks->sum_own(team_, rows, m_, plan_.hidden);
   }
 
-  // x += output of attention or the MLP.
+  // x += output of attention or the MLP, of own rows.
   void add(const NormPlan& norm, float factor) {
     const int64_t n = plan_.hidden;
-    for_rows(m_, [&](int64_t r) {
+    for_own([&](int64_t r) {
       if (norm) norm_row(norm, n, b_.y + r * n, b_.y + r * n);
       add_scaled(b_.y + r * n, factor, n, args_.x + r * n);
     });
@@ -84,7 +85,7 @@ class Step : private StepWork {
 
   void scale(float factor) {
     const int64_t n = plan_.hidden;
-    for_rows(m_, [&](int64_t r) {
+    for_own([&](int64_t r) {
       for (int64_t i = 0; i < n; ++i) args_.x[r * n + i] *= factor;
     });
   }
@@ -169,7 +170,7 @@ class Step : private StepWork {
 
   void linear_attention(const LinearPlan& plan, const LinearStates& states) {
     plan.in.multiply(kernel_, team_, workspace_, b_.normed, m_, b_.qkv);
-    if (plan.gates) multiply_floats(plan.gates, b_.normed, plan_.hidden, b_.gates);
+    if (plan.gates) multiply_floats(plan.gates, b_.normed, plan_.hidden, {0, m_}, b_.gates);
     const LinearRows rows = {b_.qkv, b_.gates, b_.mixed, b_.raised, b_.raised + m_ * plan.z_up.n()};
     if (plan.z_up) raise(plan.z_up, rows.columns(plan, m_, plan.channels), rows.z);
     if (plan.decay_up) raise(plan.decay_up, rows.columns(plan, m_, plan.channels + plan.z_columns()), rows.decays);
@@ -245,13 +246,14 @@ class Step : private StepWork {
     route(plan);
     run_experts(plan, rows_of_experts(plan.before));
     if (plan.norms_results()) sum(b_.y);
-    for_rows(m_, [&](int64_t r) { norm_runs(plan.after, 1, plan_.hidden, 0, b_.y + r * plan_.hidden); });
+    for_own([&](int64_t r) { norm_runs(plan.after, 1, plan_.hidden, 0, b_.y + r * plan_.hidden); });
   }
 
   // The experts of each row, and their weights.
   void route(const ExpertsPlan& plan) {
     const int64_t count = plan.routing.experts;
-    multiply_floats(plan.router, rows_of_experts(plan.before_router), plan_.hidden, b_.logits);
+    multiply_floats(plan.router, rows_of_experts(plan.before_router), plan_.hidden, own_, b_.logits);
+    share_own(b_.logits, count);
     if (plan.router_bias != nullptr) {
       for_rows(m_, [&](int64_t r) { add_scaled(plan.router_bias, 1.0f, count, b_.logits + r * count); });
     }
@@ -298,6 +300,7 @@ class Step : private StepWork {
 
   // y: act(gate(x)) * a layer's own numbers of each token, projected. inputs: the first token's.
   void layer_input(const LayerInputPlan& plan, const float* inputs) {
+    share_own(args_.x, plan_.hidden);
     multiply(plan.gate, args_.x, m_, b_.gate_up);
     const int64_t stride = plan_.input_columns();
     for_rows(m_, [&](int64_t r) {
@@ -310,6 +313,7 @@ class Step : private StepWork {
   void finish() {
     const int64_t n = plan_.hidden;
     const int64_t rows = args_.row_count;
+    share_own(args_.x, n);
     if (args_.normed != nullptr) {
       norm(plan_.norm, args_.x, b_.normed);
       store(b_.normed, m_, n, args_.normed);

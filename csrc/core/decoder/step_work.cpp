@@ -1,11 +1,28 @@
 #include "core/decoder/step_work.h"
 
+#include <algorithm>
+
 #include "core/decoder/rows.h"
 
 namespace w4a8 {
 
-void StepWork::multiply_floats(const FloatMatrix& matrix, const float* x, int64_t k, float* out) {
-  multiply_rows({x, k, m_, matrix.rows, matrix.type, matrix.n, k, out, matrix.n}, 1, 0, 0);
+void StepWork::for_rows(int64_t rows, FunctionRef<void(int64_t)> function) {
+  if (rows <= kFewRows) {
+    for (int64_t r = 0; r < rows; ++r) function(r);
+    return;
+  }
+  constexpr int64_t kRowsOfTask = 4;
+  const auto task = [&](int64_t, int64_t t, int) {
+    for (int64_t r = t * kRowsOfTask; r < std::min(rows, (t + 1) * kRowsOfTask); ++r) function(r);
+  };
+  const Phase phases[] = {{ceil_div(rows, kRowsOfTask), task, 0, true}};
+  run_phases(team_, team_.threads(), phases);
+}
+
+void StepWork::multiply_floats(const FloatMatrix& matrix, const float* x, int64_t k, Range rows, float* out) {
+  multiply_rows({x + rows.begin * k, k, rows.size(), matrix.rows, matrix.type, matrix.n, k, out + rows.begin * matrix.n,
+                 matrix.n},
+                1, 0, 0);
 }
 
 void StepWork::multiply(const AnyMatrix& matrix, const float* x, int64_t rows, float* out) {

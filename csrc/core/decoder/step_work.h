@@ -1,7 +1,6 @@
 // What the parts of a step share: its arguments, the team, and functions of rows.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "core/decoder/buffers.h"
@@ -15,26 +14,31 @@ class StepWork {
  public:
   StepWork(const Kernel& kernel, Team& team, Workspace& workspace, const DecoderPlan& plan, const StepArgs& args,
            const Buffers& buffers)
-      : kernel_(kernel), team_(team), workspace_(workspace), plan_(plan), args_(args), b_(buffers), m_(args.tokens) {}
+      : kernel_(kernel),
+        team_(team),
+        workspace_(workspace),
+        plan_(plan),
+        args_(args),
+        b_(buffers),
+        m_(args.tokens),
+        own_(plan.ranks != nullptr ? plan.ranks->own_rows(m_) : Range{0, m_}) {}
 
  protected:
   // A function of each row; of few rows by the caller alone.
-  template <class Function>
-  void for_rows(int64_t rows, Function function) {
-    if (rows <= kFewRows) {
-      for (int64_t r = 0; r < rows; ++r) function(r);
-      return;
-    }
-    constexpr int64_t kRowsOfTask = 4;
-    const auto task = [&](int64_t, int64_t t, int) {
-      for (int64_t r = t * kRowsOfTask; r < std::min(rows, (t + 1) * kRowsOfTask); ++r) function(r);
-    };
-    const Phase phases[] = {{ceil_div(rows, kRowsOfTask), task, 0, true}};
-    run_phases(team_, team_.threads(), phases);
+  void for_rows(int64_t rows, FunctionRef<void(int64_t)> function);
+
+  // A function of each row that is this rank's own.
+  void for_own(FunctionRef<void(int64_t)> function) {
+    for_rows(own_.size(), [&](int64_t r) { function(own_.begin + r); });
   }
 
-  // out[m, matrix.n] = x[m, k] times a matrix of floats.
-  void multiply_floats(const FloatMatrix& matrix, const float* x, int64_t k, float* out);
+  // Gets the rows [m, n] that the other ranks have made of theirs.
+  void share_own(float* rows, int64_t n) {
+    if (plan_.ranks != nullptr) plan_.ranks->share_own(team_, rows, m_, n);
+  }
+
+  // Some rows of out[m, matrix.n] = x[m, k] times a matrix of floats.
+  void multiply_floats(const FloatMatrix& matrix, const float* x, int64_t k, Range rows, float* out);
 
   // out[rows, n] = x[rows, matrix.k] times a matrix of either kind.
   void multiply(const AnyMatrix& matrix, const float* x, int64_t rows, float* out);
@@ -56,6 +60,7 @@ class StepWork {
   const StepArgs& args_;
   const Buffers& b_;
   const int64_t m_;
+  const Range own_;  // the rows that this rank sums, norms and adds; of a few, and without ranks, all
 };
 
 }  // namespace w4a8
