@@ -211,7 +211,8 @@ def _check_ranks(path: Path, sizes: Mapping[str, Any], rest: Sequence[str], cach
         problem = cuts.heads_problem(sizes, tensor) or cuts.down_problem(path, tensor, whole_experts)
     if problem:
         raise ValueError(f"--tensor-parallel-size is {tensor}, but {problem}")
-    if stages > 1 and (_EAGER in rest or shutil.which(_compiler()) is None):
+    eager = _EAGER in (each.replace("_", "-") for each in rest)
+    if stages > 1 and (eager or shutil.which(_compiler()) is None):
         needed = f"torch.compile: a C++ compiler ({_compiler()}), and no {_EAGER}"
         raise ValueError(f"--pipeline-parallel-size is {stages}, for which vLLM needs {needed}")
     if here < 2 or not nodes or not _quantized(path) or os.environ.get("W4A8_MEMORY") == "map":

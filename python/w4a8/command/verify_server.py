@@ -120,11 +120,11 @@ class _Server:
         except urllib.error.HTTPError as error:
             said = error.read().decode(errors="replace")
             raise ValueError(f"{self._url}/{path} answers {error.code}: {shorten(said)}") from error
-        except (OSError, HTTPException) as error:
+        except OSError as error:
             reason = getattr(error, "reason", None) or error
             raise ValueError(f"{self._url}/{path} does not answer: {reason} (w4a8 serve MODEL starts one)") from error
-        except (ValueError, LookupError, TypeError) as error:
-            said = f"{type(error).__name__}: {error}"
+        except (HTTPException, ValueError, LookupError, TypeError) as error:
+            said = f"{type(error).__name__}: {shorten(str(error))}"
             raise ValueError(f"{self._url}/{path} does not answer as OpenAI's servers do ({said})") from error
 
 

@@ -146,7 +146,8 @@ def test_without_a_compiler(tmp_path, started, capsys, monkeypatch):
     needed = "--pipeline-parallel-size is 2, for which vLLM needs torch.compile: a C++ compiler"
     assert main(["serve", folder, "-pp", "2"]) == 1 and needed in capsys.readouterr().err
     monkeypatch.delenv("CXX")
-    assert main(["serve", folder, "-pp", "2", "--enforce-eager"]) == 1 and needed in capsys.readouterr().err
+    for eager in ("--enforce-eager", "--enforce_eager"):
+        assert main(["serve", folder, "-pp", "2", eager]) == 1 and needed in capsys.readouterr().err
     monkeypatch.setattr(shutil, "which", lambda name: None)
     main(["serve", folder])
     assert "there is no g++:" in capsys.readouterr().out

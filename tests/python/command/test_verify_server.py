@@ -143,11 +143,11 @@ def test_no_server(serving, capsys):
     "reply, message",
     [
         (b'HTTP/1.0 200 OK\r\n\r\n{"data": []}', "http://127.0.0.1:{} has no model"),
-        (b"HTTP/1.0 200 OK\r\n\r\n{}", "/models does not answer as OpenAI's servers do (KeyError: 'data')"),
-        (b"HTTP/1.0 200 OK\r\n\r\n[]", "/models does not answer as OpenAI's servers do (TypeError: "),
-        (b"HTTP/1.0 200 OK\r\n\r\n<html>", "/models does not answer as OpenAI's servers do (JSONDecodeError: "),
-        (b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\n{", "/models does not answer: IncompleteRead(1 bytes read, "),
-        (b"SSH-2.0-other\r\n", "/models does not answer: SSH-2.0-other"),
+        (b"HTTP/1.0 200 OK\r\n\r\n{}", "OpenAI's servers do (KeyError: "),
+        (b"HTTP/1.0 200 OK\r\n\r\n[]", "OpenAI's servers do (TypeError: "),
+        (b"HTTP/1.0 200 OK\r\n\r\n<html>", "OpenAI's servers do (JSONDecodeError: "),
+        (b"HTTP/1.0 200 OK\r\nContent-Length: 9\r\n\r\n{", "OpenAI's servers do (IncompleteRead: "),
+        (b"SSH-2.0-other\r\n", "OpenAI's servers do (BadStatusLine: 'SSH-2.0-other"),
     ],
 )
 def test_another_server(reply, message, capsys):

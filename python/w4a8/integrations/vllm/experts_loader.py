@@ -217,7 +217,10 @@ class ExpertsLoader:
     ) -> None:
         """Takes one tensor of one expert with the index (on this rank, global)."""
         stack = "w2" if shard == "w2" else "w13"
-        suffix = weight_name.rpartition(".")[2].removeprefix(f"{stack}_")
+        name, _, last = weight_name.rpartition(".")
+        suffix = last.removeprefix(f"{stack}_")
+        if suffix != last:  # else the name says which expert (Granite 4)
+            name = f"{name}.{expert[1]}.{shard}"
         if self._packed_as is not None and param.is_meta:
             # Other weights: vLLM first counts the values that a call copies, and calls again for the whole layer.
             halves = 2 if stack == "w13" and shard != "w13" and self._sizes.gated else 1
@@ -225,7 +228,6 @@ class ExpertsLoader:
             counted.copy_(counted)
             return
         self._loaded.setdefault(f"{stack}_{suffix}", set()).add((expert[1], shard))
-        name = f"{weight_name.rpartition('.')[0]}.{expert[1]}.{shard}"
         if suffix == "bias" and not self._has_bias:
             if tensor.any():  # some tools write zeros
                 raise ValueError(f"w4a8: {name}.bias: a bias, but the layers of experts of this model have none")
