@@ -21,6 +21,7 @@ PARTS = (
     ("compute latent attention", "latent_attention", "register_latent_attention"),
     ("let replicas compute alone", "replicas", "register_replicas"),
     ("keep the random numbers of seeds", "seeds", "register_seeds"),
+    ("begin prompts of one token beside guesses", "guesses", "register_guesses"),
     ("read settings of additional_config", "settings", "read_arguments"),
 )
 # The same, of functions for `after_loading`, in their order for each model, and for each that is quantized here.
