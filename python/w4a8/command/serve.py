@@ -103,13 +103,13 @@ def run(args: argparse.Namespace) -> int:
 
 def check_address(host: str, port: int) -> None:
     """Raises OSError if a server listens there: vLLM says so after many seconds, in a traceback."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM
-        try:
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as vLLM
             probe.bind((host, port))
-        except OSError as error:  # others are vLLM's to say
-            if error.errno == errno.EADDRINUSE:
-                raise OSError(f"--port is {port}, but a server listens there already: name another port") from None
+    except OSError as error:  # others are vLLM's to say
+        if error.errno == errno.EADDRINUSE:
+            raise OSError(f"--port is {port}, but a server listens there already: name another port") from None
 
 
 def vllm_program() -> list[str] | None:
