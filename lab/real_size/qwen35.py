@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from real_size.gguf_shapes import EXPERTS, NORMS_OF_HEADS, GGUFShapes
+from real_size.gguf_shapes import ATTENTION, EXPERTS, NORMS_OF_HEADS, GGUFShapes
 
 _NORMS = {"attn_norm.weight": "hidden", "post_attention_norm.weight": "hidden"}
 _EXPERTS = {
@@ -18,10 +18,8 @@ _EXPERTS = {
 _ATTENTION = {
     **_NORMS,
     **NORMS_OF_HEADS,
+    **ATTENTION,
     "attn_q.weight": "gated hidden",
-    "attn_k.weight": "narrow hidden",
-    "attn_v.weight": "narrow hidden",
-    "attn_output.weight": "hidden wide",
 }
 
 

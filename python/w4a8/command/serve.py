@@ -205,14 +205,13 @@ def _check_ranks(path: Path, sizes: Mapping[str, Any], rest: Sequence[str], cach
             for its ranks.
     """
     (tensor, stages, _), here, nodes = _parallel(rest), _ranks(rest), machine.node_memory()
-    whole_experts = bool({"--enable-expert-parallel", "--enable_expert_parallel", "-ep"} & {*rest})
+    whole_experts = _has(rest, "--enable-expert-parallel", "-ep")
     problem = ""
     if tensor > 1:
         problem = cuts.heads_problem(sizes, tensor) or cuts.down_problem(path, tensor, whole_experts)
     if problem:
         raise ValueError(f"--tensor-parallel-size is {tensor}, but {problem}")
-    eager = _EAGER in (each.replace("_", "-") for each in rest)
-    if stages > 1 and (eager or shutil.which(_compiler()) is None):
+    if stages > 1 and (_has(rest, _EAGER) or shutil.which(_compiler()) is None):
         needed = f"torch.compile: a C++ compiler ({_compiler()}), and no {_EAGER}"
         raise ValueError(f"--pipeline-parallel-size is {stages}, for which vLLM needs {needed}")
     if here < 2 or not nodes or not _quantized(path) or os.environ.get("W4A8_MEMORY") == "map":
@@ -294,6 +293,11 @@ def attention_kind(sizes: Mapping[str, Any], rest: Sequence[str]) -> str | None:
     if not (ours and blocks) or sizes["latent"] or sizes["head"] not in HEAD_SIZES:
         return None
     return settings.CACHE_KINDS.get(_said(rest, "kv-cache-dtype", "auto", str))
+
+
+def _has(rest: Sequence[str], *flags: str) -> bool:
+    """Whether one of these options of vLLM without a value is given. vLLM takes ``_`` for ``-``, too."""
+    return any(word.replace("_", "-") in flags for word in rest)
 
 
 def _said(rest: Sequence[str], name: str, default: str, read: Callable[[str], Any], short: str | None = None) -> Any:
